@@ -1,0 +1,38 @@
+"""What makes a result itself: which config values are hashed, and the hash.
+
+A value is *identity* unless its field is annotated `Annotated[..., PLACEMENT]`: where and how fast work is done
+(ports, workers, device indices, paths) never changes what comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+PLACEMENT = "placement"
+"""Marks a config field that is readable by its stage but not hashed."""
+
+
+def identity_of(node: Any) -> Any:
+    """The hashed part of a config node, as plain JSON values."""
+    if is_dataclass(node) and not isinstance(node, type):
+        hints = get_type_hints(type(node), include_extras=True)
+        hashed = [f.name for f in fields(node) if PLACEMENT not in getattr(hints[f.name], "__metadata__", ())]
+        return {name: identity_of(getattr(node, name)) for name in hashed}
+    if isinstance(node, Mapping):
+        return {str(k): identity_of(v) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return [identity_of(v) for v in node]
+    if isinstance(node, Path):
+        raise TypeError(f"a path has no identity, its content has: {node}")
+    return node
+
+
+def digest(value: Any) -> str:
+    """SHA-256 (hex) of a JSON value in canonical form: sorted keys, no spaces, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,40 @@
+"""Config of training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from eagle3x.identity import PLACEMENT
+from eagle3x.schema import config
+
+
+@config
+class Train:
+    """Training-time test (TTT) with soft cross-entropy. A step reads `tokens_per_step` packed tokens."""
+
+    ttt_steps: int
+    step_weight_decay: float
+    """Loss of TTT step k weighs step_weight_decay ** k."""
+    tokens_per_step: int
+    epochs: int
+    learning_rate: float
+    warmup_fraction: float
+    weight_decay: float
+    adam_betas: tuple[float, float]
+    grad_clip: float
+    precision: Literal["fp32", "bf16"]
+    out_of_vocab: Literal["mask", "renormalise"]
+    """Rows whose target argmax is outside the draft vocabulary: left out, or taught the rest of the distribution."""
+    head_chunk: int
+    """Rows per chunk that meet a head together."""
+    validations: int
+    """How often, evenly, the drafter is replayed on the val split; the best by tau is kept."""
+    checkpoints: Annotated[int, PLACEMENT]
+    """How often, evenly, training can be resumed from."""
+    num_workers: Annotated[int, PLACEMENT]
+
+    def __post_init__(self) -> None:
+        if min(self.ttt_steps, self.tokens_per_step, self.epochs, self.head_chunk, self.validations) < 1:
+            raise ValueError("ttt_steps, tokens_per_step, epochs, head_chunk, validations must be at least 1")
+        if not 0 <= self.warmup_fraction < 1 or self.learning_rate <= 0:
+            raise ValueError("warmup_fraction must be in [0, 1) and learning_rate > 0")
