@@ -13,9 +13,7 @@ from eagle3x.reporting.config import Tracking
 from eagle3x.schema import config
 from eagle3x.training.config import Train
 
-StageName = Literal[
-    "prompts", "responses", "hidden_states", "drafter", "export", "benchmark", "diagnose", "report"
-]
+StageName = Literal["prompts", "responses", "hidden_states", "drafter", "export", "benchmark", "report"]
 
 
 @config
@@ -95,14 +93,17 @@ class Config:
 
     @property
     def extract_slot(self) -> Slot:
+        """Who captures the states."""
         return Slot("extract", self.backend, self.quantization, self.attention)
 
     @property
     def generate_slot(self) -> Slot:
+        """Who writes the text."""
         g = self.generate
         return Slot("generate", g.backend, g.quantization, g.attention)
 
     @property
     def serve_slot(self) -> Slot:
+        """Who serves the drafter."""
         s = self.serve
         return Slot("serve", s.backend, s.quantization, s.attention)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that the target is to answer, or, if it ends with an assistant turn, one that is taken as given."""
+    """A conversation that the target is to answer; one that ends with an assistant turn can be taken as given."""
 
     id: str
     category: str
@@ -121,11 +122,12 @@ class SpecCounters:
 
     def __post_init__(self) -> None:
         chain = (self.verify_steps, *self.accepted_at)
-        if any(b > a for a, b in zip(chain, chain[1:], strict=False)) or min(chain) < 0:
+        if any(b > a for a, b in pairwise(chain)) or min(chain) < 0:
             raise ValueError(f"acceptance by position must fall from the verify steps: {chain}")
 
     @property
     def accepted(self) -> int:
+        """Accepted drafts A, over all positions."""
         return sum(self.accepted_at)
 
     def __add__(self, other: SpecCounters) -> SpecCounters:
@@ -140,6 +142,7 @@ class SpecCounters:
 
     @staticmethod
     def zero(num_speculative_tokens: int) -> SpecCounters:
+        """Counters of an engine that has not speculated yet."""
         return SpecCounters(0, 0, (0,) * num_speculative_tokens)
 
 

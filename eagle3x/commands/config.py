@@ -1,0 +1,31 @@
+"""Config of the commands: what is not a stage."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from eagle3x.schema import config
+
+
+@config
+class ExplainArgs:
+    """A figure that an engine printed, and the length of its drafts."""
+
+    command: Literal["explain"]
+    rate: float | None
+    tau: float | None
+    num_draft_tokens: int | None
+    num_speculative_tokens: int | None
+
+
+@config
+class ArtifactsArgs:
+    """What to do with the artifact store; keys may be shortened."""
+
+    command: Literal["artifacts"]
+    action: Literal["list", "explain", "drop"]
+    keys: tuple[str, ...]
+
+
+CommandArgs = ExplainArgs | ArtifactsArgs
+COMMANDS: dict[str, type[ExplainArgs] | type[ArtifactsArgs]] = {"explain": ExplainArgs, "artifacts": ArtifactsArgs}

@@ -1,0 +1,101 @@
+"""One cell from config to report, and the comparison of a multirun's cells."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from eagle3x import pipeline, preflight, targets
+from eagle3x.artifacts import Artifact, Store
+from eagle3x.composition import Cell
+from eagle3x.progress import log
+from eagle3x.types import ConfigError, EagleError
+
+
+def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> None:
+    """Make what is missing, then report. A failed cell is reported as failed, and its error raised.
+
+    Raises:
+        EagleError: a stage could not be finished; what was finished before stays in the store.
+    """
+    cfg = cell.config
+    store = Store(Path(cfg.artifacts))
+    made: dict[str, Artifact] = {}
+    error: BaseException | None = None
+    try:
+        target = targets.resolve(cfg.target)
+        preflight.check_with_target(cfg, target)
+        for artifact in pipeline.run(cfg.stage, cfg, cell.snapshot, target, store):
+            made[artifact.stage] = artifact
+    except ConfigError:
+        raise
+    except Exception as e:
+        error = e
+    if cfg.stage == "report":
+        report_cell(cell, run_dir, made, error, in_sweep, command)
+    if error is not None:
+        raise error
+    if cfg.stage != "report":
+        log(f"{cfg.stage}: {made[cfg.stage].path}")
+
+
+def report_cell(
+    cell: Cell, run_dir: Path, made: Mapping[str, Artifact], error: BaseException | None, in_sweep: bool, command: str
+) -> None:
+    """Write report.html, report.md, summary.json and the W&B run of one cell."""
+    from eagle3x.reporting import report
+
+    drafter, states, benchmark = made.get("drafter"), made.get("hidden_states"), made.get("benchmark")
+    record = report.Cell(
+        name=" ".join(cell.overrides) or "default",
+        overrides=cell.overrides,
+        config=cell.snapshot,
+        benchmark_dir=benchmark.path if benchmark else None,
+        manifests={name: a.manifest.as_dict() for name, a in made.items()},
+        reused={name: a.reused for name, a in made.items()},
+        training_metrics=drafter.path / "metrics.jsonl" if drafter else None,
+        capture_probe=states.manifest.facts.get("probe") if states else None,
+        error=None
+        if error is None
+        else f"{type(error).__name__}: {error}"
+        if not isinstance(error, EagleError)
+        else str(error),
+    )
+    report.write_report(run_dir, [record], command)
+    if not in_sweep:
+        point_latest(Path("outputs/latest"), run_dir)
+
+
+def point_latest(link: Path, run_dir: Path) -> None:
+    """Make `link` a symbolic link to the newest run, atomically."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(run_dir, link.parent), target_is_directory=True)
+    fresh.replace(link)
+
+
+class CompareCells(Callback):
+    """At a multirun's end: one comparison of all cells, whatever launcher ran them."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Gather the cells' records from the sweep directory and report them together."""
+        from eagle3x.cli import command_line
+        from eagle3x.reporting import report
+
+        sweep_dir = Path(config.hydra.sweep.dir)
+        cells = report.load_cells(sweep_dir)
+        if not cells:
+            return
+        report.write_report(sweep_dir, cells, command_line())
+        point_latest(Path("multirun/latest"), sweep_dir)
+        failed = [c.name for c in cells if c.error]
+        if failed:
+            print(f"eagle3x: {len(failed)} of {len(cells)} cells failed: {', '.join(failed)}", file=sys.stderr)
+            sys.exit(1)

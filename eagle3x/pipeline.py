@@ -1,0 +1,127 @@
+"""The stages, what each needs, and which config nodes make its result what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3x.artifacts import Artifact, ArtifactSpec, Store
+from eagle3x.stage_identity import identities
+from eagle3x.stage_view import View
+
+if TYPE_CHECKING:
+    from eagle3x.config import Config
+    from eagle3x.engines.config import Slot
+    from eagle3x.targets import Target
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`identity` nodes are hashed, `placement` nodes only readable; a maker sees no other part of the config.
+
+    `version` is raised whenever the same inputs would give another output.
+    """
+
+    needs: tuple[str, ...]
+    identity: tuple[str, ...]
+    placement: tuple[str, ...]
+    make: str
+    version: int = 1
+
+
+EXTRACT = ("backend", "quantization", "attention")
+STAGES = {
+    "prompts": Stage((), ("data",), (), "eagle3x.data.prompts:make"),
+    "responses": Stage(
+        ("prompts",), ("target", "generate", "sampling", "data", "seed"), ("hardware",), "eagle3x.data.responses:make"
+    ),
+    "hidden_states": Stage(
+        ("responses",), ("target", *EXTRACT, "capture"), ("hardware",), "eagle3x.data.extraction:make"
+    ),
+    "drafter": Stage(
+        ("hidden_states",),
+        ("target", "quantization", "capture", "drafter", "train", "seed"),
+        ("hardware",),
+        "eagle3x.training.train:make",
+    ),
+    "export": Stage(
+        ("drafter",), ("target", "capture", "serve.capture", "serve.aux_layer_ids"), (), "eagle3x.drafters.export:make"
+    ),
+    "benchmark": Stage(
+        ("export", "responses"),
+        ("target", "serve", "benchmark", "speculation", "hardware", "seed"),
+        ("capture", "sampling"),
+        "eagle3x.benchmark.measure:make",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a maker gets: the declared config, a directory to write into (and resume from), and its inputs."""
+
+    cfg: Config
+    """Typed as the whole config for its attribute paths; reading an undeclared node raises `UndeclaredNode`."""
+    work: Path
+    inputs: Mapping[str, Artifact]
+    target: Target
+    slots: Mapping[str, Slot]
+
+    def slot(self, role: str) -> Slot:
+        """The engine slot `extract`, `generate` or `serve`."""
+        return self.slots[role]
+
+
+def needs(name: str, cfg: Config) -> tuple[str, ...]:
+    """The stages that `name` reads. A pretrained drafter needs no states."""
+    if name == "drafter" and cfg.drafter.source == "pretrained":
+        return ()
+    return STAGES[name].needs
+
+
+def plan(goal: str, cfg: Config) -> list[str]:
+    """`goal` and everything below it, in order of work."""
+    goals = ["benchmark"] if goal == "report" else [goal]
+    ordered: list[str] = []
+    while goals:
+        name = goals[-1]
+        missing = [n for n in needs(name, cfg) if n not in ordered]
+        if missing:
+            goals.extend(missing)
+            continue
+        goals.pop()
+        if name not in ordered:
+            ordered.append(name)
+    return sorted(ordered, key=list(STAGES).index)
+
+
+def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store: Store) -> Iterator[Artifact]:
+    """Make or reuse every artifact up to `goal`, one by one. Whatever was finished before an error stays.
+
+    `snapshot` is the resolved config as plain values, kept in each manifest.
+    """
+    slots = {slot.role: slot for slot in (cfg.extract_slot, cfg.generate_slot, cfg.serve_slot)}
+    made: dict[str, Artifact] = {}
+    for name in plan(goal, cfg):
+        stage = STAGES[name]
+        inputs = {parent: made[parent] for parent in needs(name, cfg)}
+        spec = ArtifactSpec(name, stage.version, identities(stage.identity, cfg, target), inputs, snapshot)
+        view = View.of(cfg, (*stage.identity, *stage.placement), name)
+        made[name] = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots))
+        yield made[name]
+
+
+def _make(
+    stage: Stage,
+    cfg: Config,
+    inputs: Mapping[str, Artifact],
+    target: Target,
+    slots: Mapping[str, Slot],
+    work: Path,
+) -> Mapping[str, Any]:
+    module, function = stage.make.split(":")
+    return getattr(import_module(module), function)(StageRun(cfg, work, inputs, target, slots))

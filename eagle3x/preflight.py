@@ -1,0 +1,69 @@
+"""Everything that can be known to be wrong before any work: paths, engines, combinations. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eagle3x import pipeline, targets
+from eagle3x.capture import trained_boundaries
+from eagle3x.config import Config
+from eagle3x.data import sources
+from eagle3x.drafters.config import Drafter
+from eagle3x.engines import adapter
+from eagle3x.engines.config import Slot
+from eagle3x.targets import Target
+from eagle3x.types import ConfigError
+
+
+def check(cfg: Config) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: what is wrong, where, and what would be right.
+    """
+    targets.check(cfg.target)
+    sources.check(cfg.data)
+    check_drafter(cfg.drafter)
+    for slot in slots_in_use(cfg):
+        adapter(slot.backend.name)
+    target = targets.at_hand(cfg.target)
+    if target is not None:
+        check_with_target(cfg, target)
+
+
+def check_with_target(cfg: Config, target: Target) -> None:
+    """What needs the target's config: boundaries that exist, engines that can run it."""
+    trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
+    reasons = [
+        f"{slot.role}: {reason}"
+        for slot in slots_in_use(cfg)
+        for reason in adapter(slot.backend.name).refusals(slot, target, cfg.hardware)
+    ]
+    if reasons:
+        raise ConfigError("\n".join(dict.fromkeys(reasons)))
+
+
+def slots_in_use(cfg: Config) -> list[Slot]:
+    """The engine slots that this run's stages open."""
+    stages = pipeline.plan(cfg.stage, cfg)
+    slots: list[Slot] = []
+    if "responses" in stages and cfg.data.responses == "regenerate":
+        slots.append(cfg.generate_slot)
+    if "hidden_states" in stages:
+        slots.append(cfg.extract_slot)
+    if "benchmark" in stages:
+        slots.append(cfg.serve_slot)
+    return slots
+
+
+def check_drafter(drafter: Drafter) -> None:
+    """A drafter's directory must hold a checkpoint."""
+    if drafter.path is None:
+        return
+    folder = Path(drafter.path)
+    if not folder.is_dir():
+        raise ConfigError(f"drafter.path={drafter.path}: no such directory")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"drafter.path={drafter.path}: has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"drafter.path={drafter.path}: has no *.safetensors file (other formats are not read)")

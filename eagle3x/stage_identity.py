@@ -1,0 +1,70 @@
+"""What each declared config node contributes to a key: contents instead of paths, boundaries instead of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3x.capture import trained_boundaries
+from eagle3x.data import sources
+from eagle3x.engines import adapter
+from eagle3x.fingerprint import fingerprint_files
+from eagle3x.identity import identity_of
+
+if TYPE_CHECKING:
+    from eagle3x.config import Config
+    from eagle3x.engines.config import Slot
+    from eagle3x.targets import Target
+
+
+def identities(nodes: Sequence[str], cfg: Config, target: Target) -> dict[str, Any]:
+    """The identity of each node in `nodes`, as plain JSON values."""
+    return {node: _identity(node, cfg, target) for node in nodes}
+
+
+def _identity(node: str, cfg: Config, target: Target) -> Any:
+    def engine(slot: Slot) -> dict[str, Any]:
+        return adapter(slot.backend.name).identity(slot, target, cfg.hardware)
+
+    match node:
+        case "target":
+            return target.identity()
+        case "data":
+            return {**identity_of(cfg.data), "content": sources.identity(cfg.data)}
+        case "backend":
+            return engine(cfg.extract_slot)
+        case "generate":
+            # A text that is taken as given was written by nobody that we know.
+            return engine(cfg.generate_slot) if cfg.data.responses == "regenerate" else "given"
+        case "serve":
+            return engine(cfg.serve_slot)
+        case "quantization" | "attention":
+            return identity_of(getattr(cfg, node))
+        case "capture":
+            # Two conventions that mean the same boundaries share their states.
+            boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
+            return {
+                "boundaries": list(boundaries),
+                "dtype": cfg.capture.dtype,
+                "probe_tokens": cfg.capture.probe_tokens,
+            }
+        case "drafter":
+            return {**identity_of(cfg.drafter), "content": _checkpoint(cfg)}
+        case "serve.capture":
+            return cfg.serve.capture
+        case "serve.aux_layer_ids":
+            ids = cfg.serve.aux_layer_ids or cfg.target.aux_layer_ids
+            return None if cfg.serve.capture == "trained" else list(ids)
+        case _:
+            value: Any = cfg
+            for part in node.split("."):
+                value = getattr(value, part)
+            return identity_of(value)
+
+
+def _checkpoint(cfg: Config) -> str | None:
+    if cfg.drafter.path is None:
+        return None
+    root = Path(cfg.drafter.path)
+    return fingerprint_files(sorted([*root.glob("*.safetensors"), root / "config.json"]), root)

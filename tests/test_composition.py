@@ -1,0 +1,140 @@
+"""Every choice and experiment composes; every kind of bad input is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3x import composition
+from eagle3x.composition import cells, groups
+from eagle3x.types import ConfigError
+
+MANDATORY = {
+    ("target", "directory"): ["target.path=/models/x", "target.aux_layer_ids=[1,2]"],
+    ("target", "hub"): ["target.hub_id=org/name", "target.aux_layer_ids=[1,2]"],
+    ("data", "jsonl"): ["data.path=prompts.jsonl"],
+    ("drafter", "pretrained"): ["drafter.path=/ckpt"],
+}
+CHOICES = [(g, c) for g, choices in groups().items() for c in choices if g != "experiment"]
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes(group: str, choice: str) -> None:
+    [cell] = cells([f"{group}={choice}", *MANDATORY.get((group, choice), [])], multirun=False)
+    assert cell.config.seed == 1
+
+
+@pytest.mark.parametrize("choice", groups()["experiment"])
+def test_every_experiment_composes(choice: str) -> None:
+    assert len(cells([f"experiment={choice}"], multirun=False)) >= 2
+
+
+def test_all_groups_of_the_design_are_there() -> None:
+    wanted = (
+        "target backend quantization attention capture data sampling drafter train speculation benchmark hardware"
+        " tracking experiment"
+    )
+    assert set(wanted.split()) <= set(groups())
+
+
+def test_one_choice_fills_three_slots_and_each_can_differ() -> None:
+    [same] = cells(["backend=vllm"], multirun=False)
+    assert [s.backend.name for s in (same.config.extract_slot, same.config.generate_slot, same.config.serve_slot)] == [
+        "vllm"
+    ] * 3
+    [mixed] = cells(["backend@serve.backend=sglang", "attention@serve.attention=triton"], multirun=False)
+    assert (mixed.config.backend.name, mixed.config.generate.backend.name) == ("transformers", "transformers")
+    assert (mixed.config.serve.backend.name, mixed.config.serve.attention.name) == ("sglang", "triton")
+
+
+def test_a_matrix_is_the_product_of_its_sweeps() -> None:
+    matrix = cells(["capture=as_is,plus_one", "seed=1,2,3"], multirun=True)
+    assert sorted((c.config.capture.offset, c.config.seed) for c in matrix) == [(o, s) for o in (0, 1) for s in (1, 2, 3)]
+
+
+def test_an_experiment_brings_its_own_sweep() -> None:
+    ids = [c.config.serve.aux_layer_ids for c in cells(["experiment=offsets"], multirun=False)]
+    assert ids == [(2, 14, 26), (3, 15, 27), (5, 17, 29), (1, 2, 3)]
+
+
+BAD = {
+    "backnd=vllm": ["backnd", "backend"],
+    "backend=vlm": ["vlm", "did you mean vllm", "transformers"],
+    "train.epoch=3": ["train.epoch", "train.epochs"],
+    "train.epochs=many": ["train.epochs", "many", "integer"],
+    "train.epochs=2.5": ["train.epochs", "2.5", "integer"],
+    "+train.extra=1": ["train.extra"],
+    "+extra=1": ["extra"],
+    "~train.epochs": ["train.epochs", "missing"],
+    "target=directory": ["target.path"],
+    "data=jsonl": ["data.path"],
+    "drafter=pretrained": ["drafter.path", "hub_id"],
+    "serve.backend=vllm": ["backend@serve.backend=vllm"],
+    "speculation.num_speculative_tokens=99": ["num_speculative_tokens", "continuation_tokens"],
+    "serve.aux_layer_ids=[1,2,3]": ["aux_layer_ids", "as_is"],
+    "target.aux_layer_ids=[14,2,26]": ["ascending"],
+    "seed=1,2": ["--multirun"],
+    "data.path=x.jsonl": ["data=jsonl"],
+    "stage=reprot": ["stage", "reprot", "report"],
+    "command=explian": ["explian", "explain"],
+    "train.learning_rate=[1": ["train.learning_rate"],
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_input_says_what_and_where(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cells([override], multirun=False)
+    for word in BAD[override]:
+        assert word in str(error.value)
+
+
+def test_a_bad_cell_of_a_sweep_is_found_before_any_work() -> None:
+    with pytest.raises(ConfigError, match="plus_two"):
+        cells(["capture=as_is,plus_two"], multirun=True)
+    with pytest.raises(ConfigError, match="continuation_tokens"):
+        cells(["speculation.num_speculative_tokens=3,99"], multirun=True)
+
+
+def python_m_eagle3x(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "eagle3x", *args], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("args", [["backnd=vllm"], ["target=directory", "target.path=/nowhere", "target.aux_layer_ids=[1]"]])
+def test_bad_input_exits_with_2_and_leaves_nothing(args: list[str], tmp_path: Path) -> None:
+    done = python_m_eagle3x(*args, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--cfg", "job"], ["backnd=vllm"], ["target.path=/nowhere"]])
+def test_torch_is_not_imported_before_work(args: list[str], tmp_path: Path) -> None:
+    probe = (
+        "import sys, runpy\nsys.argv = ['eagle3x', *sys.argv[1:]]\n"
+        "try:\n    runpy.run_module('eagle3x', run_name='__main__')\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'lightning', 'wandb', 'matplotlib', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nprint('light')"
+    )
+    done = subprocess.run([sys.executable, "-c", probe, *args], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.rstrip().endswith("light"), done.stderr
+
+
+def test_help_fits_one_screen_and_explains_the_groups(tmp_path: Path) -> None:
+    text = python_m_eagle3x("--help", cwd=tmp_path).stdout
+    assert len(text.splitlines()) <= 50
+    for group in groups():
+        assert group in text
+
+
+def test_cfg_job_shows_the_resolved_values(tmp_path: Path) -> None:
+    text = python_m_eagle3x("--cfg", "job", "capture=plus_one", cwd=tmp_path).stdout
+    assert "convention: plus_one" in text
+    assert "num_speculative_tokens: 3" in text
+
+
+def test_conf_is_found() -> None:
+    assert (composition.CONF_DIR / "config.yaml").is_file()
