@@ -61,15 +61,16 @@ def report_cell(
         reused={name: a.reused for name, a in made.items()},
         training_metrics=drafter.path / "metrics.jsonl" if drafter else None,
         capture_probe=states.manifest.facts.get("probe") if states else None,
-        error=None
-        if error is None
-        else f"{type(error).__name__}: {error}"
-        if not isinstance(error, EagleError)
-        else str(error),
+        error=None if error is None else describe(error),
     )
     report.write_report(run_dir, [record], command)
     if not in_sweep:
         point_latest(Path("outputs/latest"), run_dir)
+
+
+def describe(error: BaseException) -> str:
+    """Our own messages as they are; others with their type, which is half of what they say."""
+    return str(error) if isinstance(error, EagleError) else f"{type(error).__name__}: {error}"
 
 
 def point_latest(link: Path, run_dir: Path) -> None:

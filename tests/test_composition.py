@@ -52,7 +52,9 @@ def test_one_choice_fills_three_slots_and_each_can_differ() -> None:
 
 def test_a_matrix_is_the_product_of_its_sweeps() -> None:
     matrix = cells(["capture=as_is,plus_one", "seed=1,2,3"], multirun=True)
-    assert sorted((c.config.capture.offset, c.config.seed) for c in matrix) == [(o, s) for o in (0, 1) for s in (1, 2, 3)]
+    assert sorted((c.config.capture.offset, c.config.seed) for c in matrix) == [
+        (o, s) for o in (0, 1) for s in (1, 2, 3)
+    ]
 
 
 def test_an_experiment_brings_its_own_sweep() -> None:
@@ -100,10 +102,14 @@ def test_a_bad_cell_of_a_sweep_is_found_before_any_work() -> None:
 
 
 def python_m_eagle3x(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "eagle3x", *args], cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "eagle3x", *args], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
 
 
-@pytest.mark.parametrize("args", [["backnd=vllm"], ["target=directory", "target.path=/nowhere", "target.aux_layer_ids=[1]"]])
+@pytest.mark.parametrize(
+    "args", [["backnd=vllm"], ["target=directory", "target.path=/nowhere", "target.aux_layer_ids=[1]"]]
+)
 def test_bad_input_exits_with_2_and_leaves_nothing(args: list[str], tmp_path: Path) -> None:
     done = python_m_eagle3x(*args, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
@@ -119,7 +125,9 @@ def test_torch_is_not_imported_before_work(args: list[str], tmp_path: Path) -> N
         "heavy = {'torch', 'transformers', 'lightning', 'wandb', 'matplotlib', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\nprint('light')"
     )
-    done = subprocess.run([sys.executable, "-c", probe, *args], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", probe, *args], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.rstrip().endswith("light"), done.stderr
 
 
