@@ -17,7 +17,7 @@ def test_declared_nodes_read_undeclared_ones_do_not() -> None:
     for path in ("sampling", "seed"):
         with pytest.raises(UndeclaredNodeError, match=path):
             getattr(view, path)
-    with pytest.raises(UndeclaredNodeError, match="serve.backend"):
+    with pytest.raises(UndeclaredNodeError, match=r"serve\.backend"):
         _ = view.serve.backend
 
 
