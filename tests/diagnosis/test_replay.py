@@ -166,8 +166,8 @@ def test_against_a_step_by_step_loop(k: int, variant: dict[str, bool], monkeypat
     reference = ChainDrafter(drafter)
     generator = torch.Generator().manual_seed(11)
     samples, expected, expected_steps = [], [], []
-    for i in range(14):
-        prompt = torch.randint(0, VOCAB, (3 + i,), generator=generator).tolist()
+    for i in range(9):
+        prompt = torch.randint(0, VOCAB, (2 + i,), generator=generator).tolist()
         stop = i % VOCAB if i % 2 else None
         response, counted, steps = speculate(target, reference, prompt, k, max_tokens=2 + i, stop=stop)
         samples.append(sample(target, str(i), prompt, response, more=k + i % 3))
