@@ -116,10 +116,15 @@ def _explain(error: dict[str, Any]) -> str:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as e:
-        raise ConfigError(f"cannot read the override: {' '.join(str(e).split())}") from e
+    parser = OverridesParser.create()
+    parsed = []
+    for override in overrides:
+        try:
+            parsed.append(parser.parse_override(override))
+        except HydraException as e:
+            reason = str(e).splitlines()[0]
+            raise ConfigError(f"cannot read {override!r} as key=value: {reason}") from e
+    return parsed
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ def report_cell(
         overrides=cell.overrides,
         config=cell.snapshot,
         benchmark_dir=benchmark.path if benchmark else None,
-        manifests={name: a.manifest.as_dict() for name, a in made.items()},
+        manifests={name: dataclasses.asdict(a.manifest) for name, a in made.items()},
         reused={name: a.reused for name, a in made.items()},
         training_metrics=drafter.path / "metrics.jsonl" if drafter else None,
         capture_probe=states.manifest.facts.get("probe") if states else None,

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from eagle3x import pipeline, targets
 from eagle3x.capture import trained_boundaries
-from eagle3x.config import Config
+from eagle3x.config import Config, TargetConfig
 from eagle3x.data import sources
 from eagle3x.drafters.config import Drafter
 from eagle3x.engines import adapter
 from eagle3x.engines.config import Slot
+from eagle3x.target_sources import converted, pinned
 from eagle3x.targets import Target
 from eagle3x.types import ConfigError
 
@@ -26,9 +27,13 @@ def check(cfg: Config) -> None:
     check_drafter(cfg.drafter)
     for slot in slots_in_use(cfg):
         adapter(slot.backend.name)
-    target = targets.at_hand(cfg.target)
-    if target is not None:
-        check_with_target(cfg, target)
+    if at_hand(cfg.target):
+        check_with_target(cfg, targets.resolve(cfg.target))
+
+
+def at_hand(cfg: TargetConfig) -> bool:
+    """Whether the target can be read without a download or a conversion (which imports torch)."""
+    return cfg.path is not None or (cfg.wheel is not None and converted(pinned(cfg.wheel)) is not None)
 
 
 def check_with_target(cfg: Config, target: Target) -> None:
