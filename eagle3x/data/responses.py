@@ -1,0 +1,209 @@
+"""Stage `responses`: prompts answered by the target (or taken as given), as token ids with loss masks.
+
+`train` is written by the configured sampling. `val` and `eval` are the target's greedy text, so that chain speculation
+can be replayed on it, and go on past their stop: engines count drafts that are accepted there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from eagle3x.data.conversations import given, prompt_tokens, regenerated
+from eagle3x.data.records import read_prompts
+from eagle3x.data.response_parts import ResponseParts
+from eagle3x.progress import log, track
+from eagle3x.types import Completion, EagleError, Prompt, Request, Response, Split
+
+if TYPE_CHECKING:
+    from eagle3x.config import Config
+    from eagle3x.pipeline import StageRun
+    from eagle3x.targets import Target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done with each prompt.
+
+    `too_long`: ids of prompts whose answer has no room in `data.max_sample_tokens`. `shortened`: ids of train prompts
+    whose answer gets less room than `sampling.max_new_tokens`.
+    """
+
+    requests: Mapping[str, Request]
+    given: Sequence[Prompt]
+    too_long: Sequence[str]
+    shortened: Sequence[str]
+
+
+def make(run: StageRun) -> dict[str, Any]:
+    """Write `responses-{train,val,eval}.parquet` into `run.work`, going on from what is there already.
+
+    Returns facts: per split tokens, how texts end, what was cut or has no label; what was left out; speed.
+
+    Raises:
+        EagleError: samples longer than the target's context, a split that would be empty, or an answer that cannot be
+            found in the chat template's output.
+    """
+    cfg, target = run.cfg, run.target
+    prompts = {p.id: p for p in read_prompts(run.inputs["prompts"].path)}
+    work = plan(list(prompts.values()), cfg, target)
+    slot = run.slot("generate")
+    parts = ResponseParts(run.work, rows_per_part=slot.backend.batch_size)
+    done = parts.done_ids()
+    if done:
+        log(f"responses: {len(done)} of {len(work.requests) + len(work.given)} are there from an earlier attempt")
+
+    for prompt in work.given:
+        if prompt.id not in done:
+            limit = cfg.data.max_sample_tokens
+            parts.add(given(prompt, target.tokenizer, limit, target.eos_token_ids))
+    missing = [r for r in work.requests.values() if r.id not in done]
+    started, tokens = time.monotonic(), 0
+    if missing:
+        from eagle3x.engines import adapter
+
+        with adapter(slot.backend.name).open(slot, target, cfg.hardware) as engine:
+            started = time.monotonic()
+            for completion in track(engine.generate(missing), "responses", len(missing)):
+                tokens += len(completion.token_ids)
+                request = work.requests[completion.id]
+                parts.add(_response(prompts[completion.id], request, completion, cfg, target.eos_token_ids))
+    seconds = time.monotonic() - started
+    parts.flush()
+    _refuse_missing(parts.done_ids(), (*work.requests, *(p.id for p in work.given)))
+    table = parts.merge({id: place for place, id in enumerate(prompts)})
+    facts = {
+        "splits": {split: _counts(table.filter(pc.field("split") == split)) for split in get_args(Split)},
+        "too_long": len(work.too_long),
+        "shortened": len(work.shortened),
+        "tokens": sum(len(chunk.flatten()) for chunk in table["token_ids"].chunks),
+        "generated": {"requests": len(missing), "tokens": tokens, "seconds": round(seconds, 3)},
+    }
+    _report(facts, work)
+    return facts
+
+
+def plan(prompts: Sequence[Prompt], cfg: Config, target: Target) -> Plan:
+    """Decide, from the lengths of the prompts, what is asked of the engine. Longest first, so that little is padded.
+
+    A val or eval text is never cut, since replay walks all of it: its prompt must leave room for
+    `sampling.eval_max_new_tokens` and the continuation. A train text is written as far as there is room.
+    """
+    limit, sampling = cfg.data.max_sample_tokens, cfg.sampling
+    if limit > target.max_position_embeddings:
+        raise EagleError(
+            f"data.max_sample_tokens={limit} is more than the {target.max_position_embeddings} positions of target"
+            f" {target.name}; set it to at most {target.max_position_embeddings}"
+        )
+    requests: list[Request] = []
+    taken: list[Prompt] = []
+    too_long: list[str] = []
+    shortened: list[str] = []
+    for prompt in prompts:
+        if prompt.messages[-1].role == "assistant":
+            taken.append(prompt)
+            continue
+        ids = prompt_tokens(prompt, target.tokenizer)
+        room = limit - len(ids)
+        if prompt.split == "train":
+            wanted = sampling.max_new_tokens
+            request = Request(
+                prompt.id, ids, min(wanted, room), sampling.temperature, sampling.top_p, _seed(cfg.seed, prompt.id)
+            )
+        else:
+            wanted = sampling.eval_max_new_tokens + sampling.continuation_tokens
+            request = Request(prompt.id, ids, wanted, ignore_eos=True)
+        if room < (1 if prompt.split == "train" else wanted):
+            too_long.append(prompt.id)
+            continue
+        if room < wanted:
+            shortened.append(prompt.id)
+        requests.append(request)
+    longest_first = sorted(requests, key=lambda r: -len(r.prompt_ids))
+    left = {r.id for r in requests} | {p.id for p in taken}
+    for split in get_args(Split):
+        if not any(p.split == split and p.id in left for p in prompts):
+            raise EagleError(
+                f"no {split} prompt leaves room for an answer in data.max_sample_tokens={limit}; raise it, or lower"
+                " sampling.eval_max_new_tokens"
+            )
+    return Plan({r.id: r for r in longest_first}, taken, too_long, shortened)
+
+
+def at_stop(
+    completion: Completion, max_tokens: int, continuation: int, stop_ids: Collection[int]
+) -> tuple[Completion, tuple[int, ...]]:
+    """Part a text that was written past its stop: the response, as if it had stopped, and what follows it.
+
+    Greedy text does not depend on where one stops reading it, so one request does for both.
+    """
+    ids = completion.token_ids
+    if len(ids) != max_tokens + continuation:
+        raise EagleError(
+            f"{completion.id}: the engine wrote {len(ids)} tokens where {max_tokens + continuation} were asked for with"
+            " ignore_eos"
+        )
+    stop = next((i for i, token in enumerate(ids[:max_tokens]) if token in stop_ids), None)
+    length = max_tokens if stop is None else stop + 1
+    response = replace(completion, token_ids=ids[:length], finish="length" if stop is None else "stop")
+    return response, ids[length : length + continuation]
+
+
+def _response(
+    prompt: Prompt, request: Request, completion: Completion, cfg: Config, stop_ids: Collection[int]
+) -> Response:
+    if prompt.split == "train":
+        return regenerated(prompt, request.prompt_ids, completion)
+    sampling = cfg.sampling
+    written, beyond = at_stop(completion, sampling.eval_max_new_tokens, sampling.continuation_tokens, stop_ids)
+    return regenerated(prompt, request.prompt_ids, written, beyond)
+
+
+def _seed(seed: int, id: str) -> int:
+    """Each request has its own, whatever is asked with it: 31 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{id}".encode()).digest()[:4], "big") >> 1
+
+
+def _refuse_missing(done: Collection[str], wanted: Sequence[str]) -> None:
+    missing = [id for id in wanted if id not in done]
+    if missing:
+        raise EagleError(f"the engine left {len(missing)} requests unanswered, the first is {missing[0]}")
+
+
+def _counts(table: pa.Table) -> dict[str, Any]:
+    response = table["response_tokens"].to_pylist()
+    cut = table["cut_tokens"].to_pylist()
+    labelled = [n for n in response if n]
+    return {
+        "samples": len(labelled),
+        "prompt_tokens": sum(table["prompt_tokens"].to_pylist()),
+        "response_tokens": sum(response),
+        "mean_response_tokens": round(sum(labelled) / len(labelled), 2) if labelled else None,
+        "finish": dict(sorted(Counter(table["finish"].to_pylist()).items())),
+        "empty_masks": len(response) - len(labelled),
+        "cut_samples": sum(n > 0 for n in cut),
+        "cut_tokens": sum(cut),
+    }
+
+
+def _report(facts: Mapping[str, Any], work: Plan) -> None:
+    made = facts["generated"]
+    if made["requests"]:
+        rate = made["tokens"] / made["seconds"] if made["seconds"] else 0.0
+        log(f"responses: {made['tokens']} tokens written in {made['seconds']:.1f} s ({rate:.0f} tok/s)")
+    for split, counts in facts["splits"].items():
+        if counts["empty_masks"]:
+            log(f"responses: {counts['empty_masks']} {split} samples have no label within the limit: left out")
+        if counts["cut_samples"]:
+            log(f"responses: {counts['cut_samples']} {split} samples were cut, by {counts['cut_tokens']} tokens")
+    if work.too_long:
+        log(f"responses: {len(work.too_long)} prompts leave no room for an answer: left out, first {work.too_long[0]}")
+    if work.shortened:
+        log(f"responses: {len(work.shortened)} train answers have less room than sampling.max_new_tokens")
