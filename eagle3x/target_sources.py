@@ -195,7 +195,8 @@ def _convert_model(gguf: Path, reader: GGUFReader, directory: Path) -> None:
     # A model loaded from GGUF counts as quantized, although its weights are dense now, and refuses save_pretrained:
     # its weights go into a plain one.
     settings = source.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "torch_dtype", "dtype", "transformers_version"):
+    origin = ("_name_or_path", "_model_name_or_path", "transformers_version")
+    for key in ("quantization_config", "torch_dtype", "dtype", *origin):
         settings.pop(key, None)
     # GGUF stores float32: 1e-5 comes back as 9.999999747378752e-06, and its shortest text as 1e-05.
     epsilon = np.float32(_field(reader, "llama.attention.layer_norm_rms_epsilon"))

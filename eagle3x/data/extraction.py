@@ -1,0 +1,111 @@
+"""Stage hidden_states: the target's states of every response, captured by the extracting engine, in shards."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from eagle3x.capture import trained_boundaries
+from eagle3x.data.records import read_responses
+from eagle3x.data.shards import Shards, ShardSpec, ShardWriter, estimate_bytes, require_space
+from eagle3x.progress import log, track
+from eagle3x.types import EagleError, Response, Split, TokenSample
+
+if TYPE_CHECKING:
+    from eagle3x.engines.base import Engine
+    from eagle3x.pipeline import StageRun
+
+TOKENS_PER_SHARD = 8192
+"""What a kill can lose: half a minute on two CPU cores, well under a second on a GPU."""
+PEEK_TOKENS = 16
+
+
+def make(run: StageRun) -> dict[str, Any]:
+    """Write `train/`, `val/` and `eval/` below `run.work`, going on where a killed attempt stopped.
+
+    The capture probe runs first: EagleError, with nothing written, if the engine's states are not those of the
+    boundaries asked for. Train samples in which the target wrote nothing (an empty loss mask) are left out and counted.
+    """
+    from eagle3x.diagnosis.probe import probe_capture
+    from eagle3x.engines import adapter
+
+    responses = read_responses(run.inputs["responses"].path)
+    _require_distinct(responses)
+    kept = [r for r in responses if r.split != "train" or any(r.loss_mask)]
+    if not any(r.split == "train" for r in kept):
+        raise EagleError("no train sample has a token that the target wrote: there is nothing to train on")
+    target, slot = run.target, run.slot("extract")
+    boundaries = trained_boundaries(target.aux_layer_ids, run.cfg.capture.offset, target.num_blocks)
+    with adapter(slot.backend.name).open(slot, target, run.cfg.hardware) as engine:
+        verdict = probe_capture(engine, target, boundaries, run.cfg.capture.probe_tokens)
+        log(f"Capture probe: {verdict.describe()}")
+        if not verdict.matched:
+            raise EagleError(
+                f"{slot.backend.name} does not capture boundaries {list(boundaries)} of {target.name}:"
+                f" {verdict.describe()}. Nothing was written."
+            )
+        spec = _spec(engine, kept, boundaries, target.hidden_size, run.cfg.capture.dtype)
+        splits = get_args(Split)
+        writers = {split: ShardWriter(run.work / split, spec, TOKENS_PER_SHARD) for split in splits}
+        done = {sample for writer in writers.values() for sample in writer.done_ids}
+        waiting = [r for r in kept if r.id not in done]
+        require_space(run.work, estimate_bytes([len(r.token_ids) for r in waiting], spec))
+        for split in splits:
+            _capture(engine, [r for r in waiting if r.split == split], writers[split], split)
+    written = {split: Shards(run.work / split) for split in splits}
+    return {
+        "tokens": sum(shards.tokens for shards in written.values()),
+        "samples": {split: len(shards) for split, shards in written.items()},
+        "split_tokens": {split: shards.tokens for split, shards in written.items()},
+        "boundaries": list(boundaries),
+        "capture_probe": verdict.as_dict(),
+        "dtype": spec.dtype,
+        "last_norm": spec.last_norm,
+        "bytes": sum(shards.bytes for shards in written.values()),
+        "empty_mask": {split: sum(r.split == split and not any(r.loss_mask) for r in responses) for split in splits},
+        "cut_samples": {split: sum(r.split == split and r.cut_tokens > 0 for r in kept) for split in splits},
+        "cut_tokens": {split: sum(r.cut_tokens for r in kept if r.split == split) for split in splits},
+    }
+
+
+def _require_distinct(responses: Sequence[Response]) -> None:
+    repeated = [id_ for id_, count in Counter(r.id for r in responses).items() if count > 1]
+    if repeated:
+        raise EagleError(f"responses with the same id: {', '.join(repeated[:5])}; ids must differ across all splits")
+
+
+def _spec(
+    engine: Engine, responses: Sequence[Response], boundaries: tuple[int, ...], hidden_size: int, dtype: str
+) -> ShardSpec:
+    """What the engine's states are: seen on the first tokens of a sample, so that the disk is asked beforehand."""
+    first = responses[0]
+    peek = TokenSample(first.id, first.token_ids[:PEEK_TOKENS])
+    states = next(iter(engine.capture([peek], boundaries)), None)
+    if states is None:
+        raise EagleError(f"the engine returned no states for sample {first.id}")
+    own = str(states.aux.dtype).removeprefix("torch.")
+    return ShardSpec(boundaries, hidden_size, own if dtype == "auto" else dtype, states.last_norm)
+
+
+def _capture(engine: Engine, responses: Sequence[Response], writer: ShardWriter, split: Split) -> None:
+    """Capture what is still missing, longest first (so that a sample that does not fit fails at once), and close."""
+    ordered = sorted(responses, key=lambda r: len(r.token_ids), reverse=True)
+    missing = {r.id: r for r in ordered}
+    start = time.monotonic()
+    if ordered:
+        samples = [TokenSample(r.id, r.token_ids) for r in ordered]
+        states = engine.capture(samples, writer.spec.boundaries)
+        for captured in track(states, f"Hidden states ({split})", len(samples)):
+            response = missing.pop(captured.id, None)
+            if response is None:
+                raise EagleError(f"the engine returned states of {captured.id}, which was not asked for or came twice")
+            writer.add(captured, response)
+        if missing:
+            names = ", ".join(list(missing)[:5])
+            raise EagleError(f"the engine returned no states for {len(missing)} {split} samples: {names}")
+    writer.close()
+    tokens, seconds = sum(len(r.token_ids) for r in ordered), time.monotonic() - start
+    if tokens:
+        log(f"Hidden states ({split}): {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")

@@ -1,0 +1,274 @@
+"""Hidden states on disk: safetensors shards of concatenated samples, and an index that says what lies where.
+
+    index.json               spec, samples (where each lies), shards (checksum, bytes, mean norms)
+    shard-00000.safetensors  token_ids [N] int64, loss_mask [N] bool, aux [N, A*H], last [N, H]
+    shard-00000.json         its part of the index, while the writer is not closed yet
+
+Shapes: T tokens of one sample, N of one shard, A boundaries, H hidden size of the target. No torch at import time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from eagle3x.data.shard_index import (
+    INDEX,
+    SampleEntry,
+    ShardEntry,
+    ShardSpec,
+    index_of,
+    publish,
+    read_index,
+    read_parts,
+    read_spec,
+    sha256,
+    write_json,
+)
+from eagle3x.types import EagleError, HiddenStates, Response
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAMPLE_BYTES = 130
+"""A sample's line in the index, about."""
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The states of one sample: row p of `aux` [T, A*H] and `last` [T, H] belongs to `token_ids[p]` [T]."""
+
+    id: str
+    category: str
+    token_ids: Tensor
+    loss_mask: Tensor
+    aux: Tensor
+    last: Tensor
+    prompt_tokens: int
+    response_tokens: int
+
+
+def estimate_bytes(lengths: Sequence[int], spec: ShardSpec) -> int:
+    """Bytes on disk of samples of these lengths (within 1 % for hidden sizes that targets have)."""
+    return sum(lengths) * spec.bytes_per_token + len(lengths) * SAMPLE_BYTES
+
+
+def require_space(path: Path, needed: int) -> None:
+    """EagleError if the file system of `path` (which need not exist yet) has less than `needed` bytes free."""
+    free = shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
+    if needed > free:
+        raise EagleError(
+            f"the hidden states need {needed / GIB:.2f} GiB, but {path} has {free / GIB:.2f} GiB free: make room,"
+            " choose another place (artifacts=DIRECTORY), capture.dtype=bfloat16, or fewer samples (data.limit_train)"
+        )
+
+
+class ShardWriter:
+    """Writes samples; every shard is complete once it is there, so a killed writer loses at most the open one.
+
+    Continues a directory that a killed writer of the same spec left: `done_ids` are not to be added again. A context
+    manager that closes only if nothing was raised.
+    """
+
+    def __init__(self, directory: Path, spec: ShardSpec, max_tokens_per_shard: int) -> None:
+        self.directory, self.spec, self.max_tokens_per_shard = directory, spec, max_tokens_per_shard
+        self._open: list[tuple[HiddenStates, Response]] = []
+        self._open_tokens = 0
+        directory.mkdir(parents=True, exist_ok=True)
+        for scrap in directory.glob("*new"):  # what a kill left half written
+            scrap.unlink()
+        self._closed = (directory / INDEX).is_file()
+        self._shards, self._samples = read_index(directory, spec) if self._closed else read_parts(directory, spec)
+        self._ids = {sample.id for sample in self._samples}
+
+    @property
+    def done_ids(self) -> frozenset[str]:
+        """Samples that are on disk, in finished shards."""
+        return frozenset(sample.id for sample in self._samples)
+
+    def add(self, states: HiddenStates, response: Response) -> None:
+        """Take one sample. EagleError, before anything of it is kept, if it does not fit the spec or is not finite."""
+        if self._closed:
+            raise EagleError(f"{self.directory} is closed: {states.id} cannot be added")
+        if states.id in self._ids:
+            raise EagleError(f"sample {states.id} was added twice")
+        stored = self._checked(states, response)
+        if self._open and self._open_tokens + len(states.token_ids) > self.max_tokens_per_shard:
+            self._flush()
+        self._open.append((stored, response))
+        self._open_tokens += len(states.token_ids)
+        self._ids.add(states.id)
+
+    def close(self) -> None:
+        """Write the open shard and the index."""
+        if self._closed:
+            return
+        if self._open:
+            self._flush()
+        write_json(self.directory / INDEX, index_of(self.spec, self._shards, self._samples))
+        self._closed = True
+        for part in self.directory.glob("shard-*.json"):
+            part.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.close()
+
+    def _checked(self, states: HiddenStates, response: Response) -> HiddenStates:
+        """The states in the storage dtype."""
+        import torch
+
+        spec, T = self.spec, len(response.token_ids)
+        if T == 0:
+            raise EagleError(f"sample {states.id} has no tokens")
+        if (states.id, states.token_ids) != (response.id, response.token_ids):
+            raise EagleError(f"states of {states.id} are not those of the text of {response.id}: other tokens")
+        if states.last_norm != spec.last_norm:
+            raise EagleError(
+                f"{states.id}: the last hidden state is {states.last_norm}, not {spec.last_norm} as before"
+            )
+        wanted = ((T, len(spec.boundaries) * spec.hidden_size), (T, spec.hidden_size))
+        if (tuple(states.aux.shape), tuple(states.last.shape)) != wanted:
+            raise EagleError(
+                f"{states.id}: states are aux {list(states.aux.shape)} and last {list(states.last.shape)}, should be"
+                f" {list(wanted[0])} and {list(wanted[1])}"
+            )
+        dtype = getattr(torch, spec.dtype)
+        kept = HiddenStates(states.id, states.token_ids, states.aux.to(dtype), states.last.to(dtype), states.last_norm)
+        for name, column in zip(spec.columns, _columns(kept.aux, kept.last), strict=True):
+            bad = (~torch.isfinite(column)).any(dim=-1)
+            if bad.any():
+                first = int(bad.nonzero()[0])
+                raise EagleError(
+                    f"sample {states.id}: {name} is NaN or infinite as {spec.dtype} in {int(bad.sum())} of {T} tokens,"
+                    f" first at position {first}; the engine's states are wrong, or capture.dtype is too narrow"
+                )
+        return kept
+
+    def _flush(self) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        number = len(self._shards)
+        tensors = {
+            "token_ids": torch.tensor([t for s, _ in self._open for t in s.token_ids], dtype=torch.int64),
+            "loss_mask": torch.tensor([m for _, r in self._open for m in r.loss_mask], dtype=torch.bool),
+            "aux": torch.cat([s.aux for s, _ in self._open]),
+            "last": torch.cat([s.last for s, _ in self._open]),
+        }
+        file = self.directory / f"shard-{number:05}.safetensors"
+        new = file.with_suffix(".new")
+        save_file(tensors, new)
+        entry = ShardEntry(
+            file=file.name,
+            sha256=sha256(new),
+            bytes=new.stat().st_size,
+            tokens=len(tensors["token_ids"]),
+            mean_norms=tuple(float(c.float().norm(dim=-1).mean()) for c in _columns(tensors["aux"], tensors["last"])),
+        )
+        samples, start = [], 0
+        for s, r in self._open:
+            length = len(s.token_ids)
+            samples.append(SampleEntry(s.id, r.category, number, start, length, r.prompt_tokens, r.response_tokens))
+            start += length
+        publish(new, file)
+        # The part comes after the shard: a shard without its part is written again.
+        write_json(file.with_suffix(".json"), index_of(self.spec, [entry], samples))
+        self._shards.append(entry)
+        self._samples += samples
+        self._open, self._open_tokens = [], 0
+
+
+class Shards(Sequence[Sample]):
+    """The samples of a closed directory, in the order they were written.
+
+    Tensors are views of the mapped file: only what is used is read, and nobody may change them in place (the file would
+    stay as it is, but later reads in this process would see the change).
+
+    EagleError wherever the index and the shards disagree.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.spec = read_spec(directory)
+        self.shards, self.samples = read_index(directory, self.spec)
+        self._files: dict[int, Any] = {}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens per sample."""
+        return [sample.length for sample in self.samples]
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards, without the index."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def mean_norms(self) -> dict[str, float]:
+        """Mean L2 norm of a token's state by column ("boundary 2", ..., "last"), over all tokens."""
+        sums = [sum(s.mean_norms[i] * s.tokens for s in self.shards) for i in range(len(self.spec.columns))]
+        return {name: total / max(self.tokens, 1) for name, total in zip(self.spec.columns, sums, strict=True)}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self._sample(entry) for entry in self.samples)
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]  # no slices: they would read everything
+        return self._sample(self.samples[index])
+
+    def verify(self) -> None:
+        """Read every byte. EagleError naming the shards whose checksum is not that of the index."""
+        wrong = [shard.file for shard in self.shards if sha256(self.directory / shard.file) != shard.sha256]
+        if wrong:
+            raise EagleError(f"{self.directory}: the content of {', '.join(wrong)} changed since it was written")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}  # a data loader's worker maps the files itself
+
+    def _sample(self, entry: SampleEntry) -> Sample:
+        file = self._file(entry.shard)
+        rows = slice(entry.start, entry.start + entry.length)
+        token_ids, loss_mask, aux, last = (file.get_slice(n)[rows] for n in ("token_ids", "loss_mask", "aux", "last"))
+        counts = (entry.prompt_tokens, entry.response_tokens)
+        return Sample(entry.id, entry.category, token_ids, loss_mask, aux, last, *counts)
+
+    def _file(self, number: int) -> Any:
+        if number not in self._files:
+            from safetensors import safe_open
+
+            shard, spec = self.shards[number], self.spec
+            file = safe_open(self.directory / shard.file, framework="pt")
+            A, H, N = len(spec.boundaries), spec.hidden_size, shard.tokens
+            states = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[spec.dtype]
+            wanted = {
+                "token_ids": ("I64", [N]),
+                "loss_mask": ("BOOL", [N]),
+                "aux": (states, [N, A * H]),
+                "last": (states, [N, H]),
+            }
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+            if found != wanted:
+                raise EagleError(f"{self.directory / shard.file} holds {found}, its index says {wanted}")
+            self._files[number] = file
+        return self._files[number]
+
+
+def _columns(aux: Tensor, last: Tensor) -> list[Tensor]:
+    """Each boundary's [N, H] part of `aux`, then `last`."""
+    return [*aux.split(last.shape[-1], dim=-1), last]
