@@ -61,7 +61,7 @@ def report_cell(
         manifests={name: dataclasses.asdict(a.manifest) for name, a in made.items()},
         reused={name: a.reused for name, a in made.items()},
         training_metrics=drafter.path / "metrics.jsonl" if drafter else None,
-        capture_probe=states.manifest.facts.get("probe") if states else None,
+        capture_probe=states.manifest.facts.get("capture_probe") if states else None,
         error=None if error is None else describe(error),
     )
     report.write_report(run_dir, [record], command)
