@@ -1,0 +1,85 @@
+"""The one sentence that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eagle3x.reporting.summary import CellSummary, Measurement, PairedDifference
+from eagle3x.reporting.words import count, figure, minus, times
+
+
+def headline(cells: Sequence[CellSummary], comparisons: Sequence[PairedDifference]) -> str:
+    """One sentence about one cell, or about a matrix."""
+    if len(cells) == 1:
+        cell = cells[0]
+        return _failure(cell) if cell.measured is None else _one(cell.measured)
+    measured = [(c, c.measured) for c in cells if c.measured is not None]
+    failed = [c for c in cells if c.measured is None]
+    if not measured:
+        return f"All {len(cells)} cells failed; the first: {_failure(cells[0])}"
+    parts = [_best(measured), *_wrong(measured, comparisons)]
+    if failed:
+        parts.append(f"{len(failed)} of {len(cells)} cells failed")
+    return "; ".join(parts)
+
+
+def extra(m: Measurement) -> str:
+    """What tau is worth, in plain words."""
+    return f"{m.tau.value - 1:.2f} extra tokens per verify step"
+
+
+def agreement(m: Measurement) -> str:
+    """Engine against replay, in plain words."""
+    if m.replay is None:
+        return "replay does not apply to this cell"
+    return f"replay agrees with the engine in {m.replay.identical_counters} of {m.replay.requests} requests"
+
+
+def speed(m: Measurement, concurrency: str) -> str:
+    """The decode speed-up and what explains it."""
+    decode = m.speedup[concurrency].decode
+    cost = f"a verify step with its drafts costs {m.step_cost(concurrency):.2f} plain steps here"
+    at = "" if concurrency == "1" else f" at concurrency {concurrency}"
+    if decode.contains(1):
+        return f"no speed-up shown{at}, {times(decode)}: {cost}"
+    return f"{'speed-up' if decode.low > 1 else 'slow-down'} {times(decode)}{at}: {cost}"
+
+
+def _one(m: Measurement) -> str:
+    parts = [f"tau {figure(m.tau)} on {count(m.requests, 'prompt')}: {extra(m)}"]
+    if m.mismatched:
+        parts.append("MISMATCHED: the engine is fed other boundaries than the drafter was trained on")
+    parts.append(agreement(m))
+    parts.append(speed(m, next(iter(m.speedup))) if m.speedup else "speed not measured")
+    return "; ".join(parts)
+
+
+def _best(measured: Sequence[tuple[CellSummary, Measurement]]) -> str:
+    cell, m = max(measured, key=lambda pair: pair[1].tau.value)
+    return f"Highest tau {figure(m.tau)} on {count(m.requests, 'prompt')}, in cell “{cell.label}”: {extra(m)}"
+
+
+def _wrong(measured: Sequence[tuple[CellSummary, Measurement]], comparisons: Sequence[PairedDifference]) -> list[str]:
+    wrong = {c.name for c, m in measured if m.mismatched}
+    if not wrong:
+        return []
+    said = f"{len(wrong)} of {count(len(measured), 'cell')} {'is' if len(wrong) == 1 else 'are'} mismatched"
+    pairs = [p for p in comparisons if p.cell in wrong and p.baseline not in wrong]
+    if not pairs:
+        return [said]
+    losses = sorted(p.difference.value for p in pairs)
+    said += f" and tau changes there by {_span(losses)}"
+    predicted = sorted(p.replay_difference.value for p in pairs if p.replay_difference is not None)
+    if len(predicted) == len(losses):
+        said += f" (replay predicts {_span(predicted)})"
+    return [said]
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = minus(f"{values[0]:+.2f}"), minus(f"{values[-1]:+.2f}")
+    return low if low == high else f"{low} to {high}"
+
+
+def _failure(cell: CellSummary) -> str:
+    lines = (cell.error or "").strip().splitlines() or ["no reason given"]
+    return f"cell “{cell.label}” failed: {lines[0]}"

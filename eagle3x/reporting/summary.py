@@ -1,0 +1,290 @@
+"""What a run has shown, as frozen records, and their JSON: summary.json (docs/summary.md documents the schema)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle3x.benchmark.statistics import Interval
+from eagle3x.reporting.cell import Cell
+from eagle3x.reporting.confounders import Confounder
+from eagle3x.reporting.curves import Curves, read_curves
+from eagle3x.reporting.masking import masked, masked_text
+from eagle3x.types import EagleError
+
+SCHEMA_VERSION = 1
+STAGES = ("prompts", "responses", "hidden_states", "drafter", "export", "benchmark", "diagnose")
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Time without the drafter / time with it, for the same number of output tokens. Above 1 is faster."""
+
+    decode: Interval
+    end_to_end: Interval
+
+
+@dataclass(frozen=True)
+class IdenticalOutputs:
+    """Share of greedy outputs that are the same with and without the drafter, and each that is not."""
+
+    rate: float
+    differences: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The engine's counters against replay's, request by request.
+
+    `tau`, `survival`: what replay predicts. `paired_diff`: tau served - tau replayed.
+    `candidates`: tau that replay predicts for neighbouring boundaries and other ways of being wrong.
+    """
+
+    requests: int
+    identical_counters: int
+    differences: tuple[dict[str, Any], ...]
+    tau: Interval | None
+    survival: tuple[float, ...] | None
+    paired_diff: Interval
+    verdict: str
+    candidates: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Residual-stream boundaries the drafter was trained on, and those it is predicted to be fed; ascending.
+
+    `num_blocks`: the target's n, so that boundaries are in 0..n; None if the artifact does not say.
+    """
+
+    trained: tuple[int, ...]
+    predicted: tuple[int, ...]
+    num_blocks: int | None
+    capture_probe: dict[str, Any] | None
+    serve_probe: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The figures of a cell whose benchmark is done. tau is in tokens per verify step, bonus token included."""
+
+    requests: int
+    num_speculative_tokens: int
+    confidence: float
+    tau: Interval
+    tau_without_degenerate: Interval | None
+    degenerate_requests: int
+    tau_macro: float
+    survival: tuple[Interval, ...]
+    slot_use: float
+    draft_efficiency: float | None
+    per_category: dict[str, Interval]
+    speedup: dict[str, SpeedUp]
+    """By concurrency; empty without a timing pass."""
+    identical_outputs: IdenticalOutputs
+    replay: Replay | None
+    boundaries: Boundaries
+    mismatched: bool
+
+    def step_cost(self, concurrency: str) -> float:
+        """What a verify step with its drafts costs, in plain decode steps: tau / decode speed-up."""
+        return self.tau.value / self.speedup[concurrency].decode.value
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage's artifact. `wall_seconds` is what making it took, in this run or, if `reused`, in an earlier one."""
+
+    wall_seconds: float
+    tokens: int | None
+    key: str
+    reused: bool
+
+
+@dataclass(frozen=True)
+class CellSummary:
+    """One cell. `measured` is None if it failed; `confounders`: against the cell it is compared with first.
+
+    `label`: a short name, by what was swept.
+    """
+
+    name: str
+    label: str
+    status: Literal["ok", "failed"]
+    error: str | None
+    overrides: tuple[str, ...]
+    measured: Measurement | None
+    stages: dict[str, StageCost]
+    curves: Curves | None
+    confounders: tuple[Confounder, ...]
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """tau(cell) - tau(baseline) on the same prompts, and what replay says that it should be.
+
+    `detectable`: smallest difference that this many prompts show with 80 % power; `p_holm`: adjusted for all pairs.
+    """
+
+    cell: str
+    baseline: str
+    swept: tuple[str, ...]
+    prompts: int
+    difference: Interval
+    replay_difference: Interval | None
+    detectable: float
+    p_value: float
+    p_holm: float
+    verdict: str
+    confounders: tuple[Confounder, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A whole run: one cell, or all cells of a matrix with their comparisons. `headline` is the one sentence."""
+
+    created: str
+    command: str
+    headline: str
+    cells: tuple[CellSummary, ...]
+    comparisons: tuple[PairedDifference, ...]
+
+    @property
+    def measured(self) -> list[tuple[CellSummary, Measurement]]:
+        """The cells that have figures, with them."""
+        return [(c, c.measured) for c in self.cells if c.measured is not None]
+
+    def label(self, name: str) -> str:
+        """The short name of the cell called `name`."""
+        return next(c.label for c in self.cells if c.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """summary.json: a cell's figures are flat, null for a failed cell; configs and curves are elsewhere."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "created": self.created,
+            "command": self.command,
+            "headline": self.headline,
+            "cells": [_cell_json(c) for c in self.cells],
+            "comparisons": [asdict(c) for c in self.comparisons],
+        }
+
+    def dumps(self) -> str:
+        """The text of summary.json. Raises ValueError on NaN or infinity: a figure that is undefined is null."""
+        return json.dumps(self.to_json(), indent=1, allow_nan=False, default=str) + "\n"
+
+
+def summarize_cell(cell: Cell, label: str, found: tuple[Confounder, ...]) -> CellSummary:
+    """Read a cell's artifacts."""
+    measured = None if cell.error is not None or cell.benchmark_dir is None else _measurement(cell, cell.benchmark_dir)
+    error = cell.error
+    if measured is None and error is None:
+        error = "no benchmark was made"
+    return CellSummary(
+        name=masked_text(cell.name),
+        label=label,
+        status="ok" if error is None else "failed",
+        error=None if error is None else masked_text(error),
+        overrides=tuple(masked_text(o) for o in cell.overrides),
+        measured=measured,
+        stages=_stages(cell),
+        curves=None if cell.training_metrics is None else read_curves(cell.training_metrics),
+        confounders=found,
+        config=masked(cell.config),
+    )
+
+
+def _measurement(cell: Cell, directory: Path) -> Measurement:
+    path = directory / "cell.json"
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return _parse(record, cell)
+    except (OSError, KeyError, TypeError, ValueError) as e:
+        raise EagleError(f"cannot read the benchmark of cell {cell.name}, {path}: {type(e).__name__}: {e}") from e
+
+
+def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
+    bounds = record["boundaries"]
+    same = record["identical_outputs"]
+    return Measurement(
+        requests=record["requests"],
+        num_speculative_tokens=len(record["survival"]),
+        confidence=cell.config["benchmark"]["confidence"],
+        tau=_interval(record["tau"]),
+        tau_without_degenerate=_maybe(record["tau_without_degenerate"]),
+        degenerate_requests=record["degenerate_requests"],
+        tau_macro=record["macro"],
+        survival=tuple(_interval(s) for s in record["survival"]),
+        slot_use=record["slot_use"],
+        draft_efficiency=record["draft_efficiency"],
+        per_category={name: _interval(v) for name, v in record["per_category"].items()},
+        speedup={
+            str(c): SpeedUp(_interval(s["decode"]), _interval(s["end_to_end"]))
+            for c, s in (record["speedup"] or {}).items()
+        },
+        identical_outputs=IdenticalOutputs(same["rate"], tuple(same["differences"])),
+        replay=None if record["replay"] is None else _replay(record["replay"]),
+        boundaries=Boundaries(
+            trained=tuple(bounds["trained"]),
+            predicted=tuple(bounds["predicted"]),
+            num_blocks=bounds.get("num_blocks"),
+            capture_probe=cell.capture_probe,
+            serve_probe=bounds["serve_probe"],
+        ),
+        mismatched=record["mismatched"],
+    )
+
+
+def _replay(record: Mapping[str, Any]) -> Replay:
+    return Replay(
+        requests=record["requests"],
+        identical_counters=record["identical_counters"],
+        differences=tuple(record["differences"]),
+        tau=_maybe(record.get("tau")),
+        survival=tuple(record["survival"]) if record.get("survival") else None,
+        paired_diff=_interval(record["paired_diff"]),
+        verdict=record["verdict"],
+        candidates=dict(record["candidates"] or {}),
+    )
+
+
+def _stages(cell: Cell) -> dict[str, StageCost]:
+    ordered = sorted(cell.manifests, key=lambda s: (STAGES.index(s) if s in STAGES else len(STAGES), s))
+    return {
+        name: StageCost(
+            wall_seconds=cell.manifests[name]["wall_seconds"],
+            tokens=cell.manifests[name].get("facts", {}).get("tokens"),
+            key=cell.manifests[name]["key"],
+            reused=cell.reused[name],
+        )
+        for name in ordered
+    }
+
+
+def _cell_json(cell: CellSummary) -> dict[str, Any]:
+    names = [f.name for f in fields(Measurement)]
+    figures = dict.fromkeys(names) if cell.measured is None else asdict(cell.measured)
+    replay = figures["replay"]
+    figures["tau_replay"] = None if replay is None else replay["tau"]
+    return {
+        "name": cell.name,
+        "label": cell.label,
+        "status": cell.status,
+        "error": cell.error,
+        "overrides": list(cell.overrides),
+        **figures,
+        "stages": {name: asdict(s) for name, s in cell.stages.items()},
+        "confounders": [asdict(c) for c in cell.confounders],
+    }
+
+
+def _interval(record: Mapping[str, float]) -> Interval:
+    return Interval(record["value"], record["low"], record["high"])
+
+
+def _maybe(record: Mapping[str, float] | None) -> Interval | None:
+    return None if record is None else _interval(record)

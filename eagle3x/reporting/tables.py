@@ -1,0 +1,279 @@
+"""The report's tables, built once; HTML, Markdown, the terminal and W&B only render them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from eagle3x.benchmark.statistics import Interval
+from eagle3x.reporting.summary import CellSummary, Measurement, Summary
+from eagle3x.reporting.words import MINUS, NONE, count, figure, minus, numbers, percent, seconds, times
+
+Tone = Literal["", "good", "bad", "quiet", "code"]
+MOST_ROWS = 40
+"""Listed differences beyond this stay in summary.json."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One table cell. `tone` is for the eye only: the text says the same."""
+
+    text: str
+    tone: Tone = ""
+    note: str = ""
+    """What belongs to the value and is less than it: its interval."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows[i][0]` names row i."""
+
+    id: str
+    title: str
+    note: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[Entry, ...], ...]
+
+
+def all_tables(summary: Summary) -> list[Table]:
+    """Every table that has rows, in reading order."""
+    tables = [
+        cells_table(summary),
+        acceptance_table(summary),
+        comparisons_table(summary),
+        confounders_table(summary),
+        categories_table(summary),
+        boundaries_table(summary),
+        candidates_table(summary),
+        outputs_table(summary),
+        replay_table(summary),
+        stages_table(summary),
+    ]
+    return [t for t in tables if t.rows]
+
+
+def cells_table(summary: Summary) -> Table:
+    """One row per cell: the figures that matter."""
+    headers = (
+        "cell", "boundaries", "τ, tokens per verify step", "τ without loops", "τ by replay", "requests: replay = engine",
+        "decode speed-up", "end-to-end speed-up", "identical outputs",
+    )  # fmt: skip
+    return Table("cells", "Cells", "Intervals in brackets.", headers, tuple(_cell_row(c) for c in summary.cells))
+
+
+def acceptance_table(summary: Summary) -> Table:
+    """Acceptance by position, and the other ways in which the field tells it."""
+    measured = summary.measured
+    positions = max((m.num_speculative_tokens for _, m in measured), default=0)
+    rows = [
+        (
+            Entry(c.label),
+            Entry(str(m.requests), note=f"{count(m.degenerate_requests, 'loop')} among them"),
+            *(_share(m.survival[i]) if i < len(m.survival) else Entry(NONE) for i in range(positions)),
+            Entry(f"{m.tau_macro:.2f}"),
+            Entry(percent(m.draft_efficiency, 1)),
+            Entry(percent(m.slot_use, 1)),
+        )
+        for c, m in measured
+    ]
+    survival = [f"survival at position {i}" for i in range(1, positions + 1)]
+    headers = ("cell", "requests", *survival, "τ, mean of requests", "draft efficiency", "slot use")
+    return Table("acceptance", "Acceptance in detail", "Shares of verify steps.", headers, tuple(rows))
+
+
+def comparisons_table(summary: Summary) -> Table:
+    """Paired differences between cells."""
+    rows = [
+        (
+            Entry(f"{summary.label(p.cell)} {MINUS} {summary.label(p.baseline)}"),
+            Entry(", ".join(p.swept) or NONE, "code"),
+            Entry(str(p.prompts)),
+            _estimate(figure(p.difference, 3, True)),
+            _estimate(figure(p.replay_difference, 3, True)),
+            Entry(f"{p.detectable:.3f}"),
+            Entry(_p(p.p_holm)),
+            Entry(minus(p.verdict)),
+        )
+        for p in summary.comparisons
+    ]
+    headers = (
+        "cells", "swept", "prompts", "difference of τ", "replay predicts", "smallest detectable", "p (Holm)", "verdict",
+    )  # fmt: skip
+    note = "Paired by prompt; p-values are adjusted for all comparisons in this table."
+    return Table("comparison-table", "Paired differences of τ", note, headers, tuple(rows))
+
+
+def confounders_table(summary: Summary) -> Table:
+    """In what compared cells differ beyond what was swept."""
+    rows = [
+        (
+            Entry(f"{summary.label(p.cell)} {MINUS} {summary.label(p.baseline)}"),
+            Entry(c.key, "code"),
+            Entry(_plain(c.values[0])),
+            Entry(_plain(c.values[1])),
+        )
+        for p in summary.comparisons
+        for c in p.confounders
+    ]
+    note = "These cells differ in more than what was swept on purpose: a difference may come from here."
+    return Table("confounders", "Declared confounders", note, ("cells", "key", "first", "second"), tuple(rows))
+
+
+def categories_table(summary: Summary) -> Table:
+    """τ by category of prompts."""
+    measured = summary.measured
+    names = sorted({n for _, m in measured for n in m.per_category})
+    rows = [(Entry(n), *(Entry(figure(m.per_category.get(n))) for _, m in measured)) for n in names]
+    headers = ("category", *(c.label for c, _ in measured))
+    return Table("category-table", "τ by category", "Tokens per verify step.", headers, tuple(rows))
+
+
+def boundaries_table(summary: Summary) -> Table:
+    """Boundaries and what the probes said of them."""
+    rows = [
+        (
+            Entry(c.label),
+            Entry(numbers(m.boundaries.trained)),
+            Entry(numbers(m.boundaries.predicted)),
+            _match(m),
+            Entry(probe_text(m.boundaries.capture_probe)),
+            Entry(probe_text(m.boundaries.serve_probe)),
+        )
+        for c, m in summary.measured
+    ]
+    headers = ("cell", "trained on", "predicted to be fed", "so", "capture probe", "serve probe")
+    note = (
+        "The capture probe compares the extraction's tensors with a float32 reference;"
+        " the serve probe compares the engine's counters with replay."
+    )
+    return Table("boundary-table", "Boundaries", note, headers, tuple(rows))
+
+
+def candidates_table(summary: Summary) -> Table:
+    """What replay predicts for other boundaries."""
+    rows = [
+        (Entry(c.label), Entry(name, "code"), Entry(_candidate(value)), Entry(figure(m.tau)))
+        for c, m in summary.measured
+        if m.replay
+        for name, value in m.replay.candidates.items()
+    ]
+    note = "Acceptance length that replay predicts if the engine fed this instead."
+    return Table(
+        "candidates", "If the layers were wrong", note, ("cell", "fed", "τ by replay", "τ measured"), tuple(rows)
+    )
+
+
+def outputs_table(summary: Summary) -> Table:
+    """Outputs that differ with and without the drafter."""
+    listed = [(c.label, d) for c, m in summary.measured for d in m.identical_outputs.differences]
+    note = "At temperature 0 both may part only where the target's two best tokens are nearly tied."
+    return _listing("outputs", "Outputs that differ with the drafter", note, listed)
+
+
+def replay_table(summary: Summary) -> Table:
+    """Requests whose counters differ from replay's."""
+    listed = [(c.label, d) for c, m in summary.measured if m.replay for d in m.replay.differences]
+    return _listing("replay", "Requests in which replay and engine differ", "", listed)
+
+
+def stages_table(summary: Summary) -> Table:
+    """Artifacts, their keys and their cost."""
+    rows = [
+        (
+            Entry(f"{c.label}: {name}" if len(summary.cells) > 1 else name),
+            Entry(seconds(s.wall_seconds)),
+            Entry(NONE if s.tokens is None else f"{s.tokens:,}"),
+            Entry("reused" if s.reused else "made here", "quiet" if s.reused else ""),
+            Entry(s.key[:16], "code"),
+        )
+        for c in summary.cells
+        for name, s in c.stages.items()
+    ]
+    headers = ("stage", "wall time to make it", "tokens", "in this run", "artifact key")
+    return Table("stages", "Stages", "Full keys are in summary.json.", headers, tuple(rows))
+
+
+def probe_text(probe: dict[str, Any] | None) -> str:
+    """A probe's verdict in one line."""
+    if probe is None:
+        return "not run"
+    verdict = probe.get("verdict", probe.get("status"))
+    return _plain(verdict if verdict is not None else probe)
+
+
+def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
+    m = c.measured
+    if m is None:
+        return (Entry(c.name), Entry("failed", "bad"), *(Entry(NONE, "quiet") for _ in range(7)))
+    replay, same = m.replay, m.identical_outputs
+    agreed = Entry("does not apply", "quiet")
+    if replay is not None:
+        agreed = Entry(f"{replay.identical_counters} of {replay.requests}", note=replay.verdict)
+    return (
+        Entry(c.name),
+        _match(m),
+        _estimate(figure(m.tau)),
+        _estimate(figure(m.tau_without_degenerate)),
+        _estimate(figure(replay.tau if replay else None)),
+        agreed,
+        *_speed_entries(m),
+        Entry(_rate(same.rate), note=f"{len(same.differences)} listed below" if same.differences else ""),
+    )
+
+
+def _share(i: Interval) -> Entry:
+    return Entry(percent(i.value, 1), note=f"[{percent(i.low, 1)}, {percent(i.high, 1)}]")
+
+
+def _rate(rate: float) -> str:
+    return percent(rate, 0 if rate == 1 else 1)
+
+
+def _speed_entries(m: Measurement) -> tuple[Entry, Entry]:
+    if not m.speedup:
+        return Entry("not measured", "quiet"), Entry("not measured", "quiet")
+    if len(m.speedup) == 1 and "1" in m.speedup:
+        return _estimate(times(m.speedup["1"].decode)), _estimate(times(m.speedup["1"].end_to_end))
+    return (
+        Entry("; ".join(f"{times(s.decode)} at concurrency {c}" for c, s in m.speedup.items())),
+        Entry("; ".join(f"{times(s.end_to_end)} at concurrency {c}" for c, s in m.speedup.items())),
+    )
+
+
+def _estimate(text: str) -> Entry:
+    value, _, interval = text.partition(" ")
+    return Entry(value, note=interval)
+
+
+def _match(m: Measurement) -> Entry:
+    return Entry("mismatched", "bad") if m.mismatched else Entry("matched", "good")
+
+
+def _listing(id_: str, title: str, note: str, listed: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    columns = list(dict.fromkeys(k for _, d in listed for k in d))
+    rows = [(Entry(cell), *(Entry(_plain(d.get(k))) for k in columns)) for cell, d in listed[:MOST_ROWS]]
+    if len(listed) > MOST_ROWS:
+        note = f"{note} The first {MOST_ROWS} of {len(listed)}; all are in summary.json.".strip()
+    return Table(id_, title, note, ("cell", *(k.replace("_", " ") for k in columns)), tuple(rows))
+
+
+def _candidate(value: Any) -> str:
+    if isinstance(value, dict) and {"value", "low", "high"} <= value.keys():
+        return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+    return _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return NONE
+    if isinstance(value, float):
+        return minus(f"{value:.4g}")
+    if isinstance(value, str | int):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"

@@ -1,0 +1,206 @@
+"""Synthetic runs on disk: simulated counters, figures worked out by the benchmark's own statistics."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle3x.benchmark.metrics import acceptance
+from eagle3x.benchmark.records import Batch, RequestRecord, append_batch
+from eagle3x.benchmark.statistics import Bootstrap, compare_tau, survival_intervals, tau_interval
+from eagle3x.reporting.cell import Cell
+from eagle3x.types import Completion, SpecCounters, Timing
+
+CATEGORIES = ("chat", "code", "extraction", "maths", "reasoning", "rewriting", "summary", "translation")
+BOOTSTRAP = Bootstrap(400, 0.95, 1)
+MakeCell = Callable[..., Cell]
+
+
+def counters(rng: np.random.Generator, alpha: float, steps: int, k: int = 3) -> SpecCounters:
+    """Steps whose chain breaks at each position with probability 1 - alpha."""
+    depth = np.minimum(rng.geometric(1 - alpha, steps) - 1, k)
+    return SpecCounters(steps, steps * k, tuple(int((depth >= i).sum()) for i in range(1, k + 1)))
+
+
+def slot(name: str) -> dict[str, Any]:
+    return {
+        "backend": {"name": name, "dtype": "auto", "port": None, "engine_args": {}, "python": None, "batch_size": 64},
+        "quantization": {"scheme": "none"},
+        "attention": {"name": "auto"},
+    }
+
+
+def config(backend: str = "transformers", convention: str = "as_is") -> dict[str, Any]:
+    return {
+        "stage": "report",
+        "seed": 1,
+        "artifacts": "outputs/artifacts",
+        "target": {"name": "SmolLM2-135M-Instruct", "path": None, "aux_layer_ids": [2, 14, 26]},
+        **slot(backend),
+        "generate": slot("transformers"),
+        "serve": {**slot(backend), "capture": "trained", "aux_layer_ids": None},
+        "capture": {"convention": convention, "offset": 0 if convention == "as_is" else 1},
+        "train": {"ttt_steps": 3, "epochs": 8},
+        "benchmark": {"resamples": 400, "confidence": 0.95, "timing": True},
+        "speculation": {"num_speculative_tokens": 3},
+        "tracking": {"mode": "disabled", "project": "eagle3x", "entity": None, "tags": [], "dir": None},
+    }
+
+
+def interval(value: float, spread: float) -> dict[str, float]:
+    return {"value": value, "low": value - spread, "high": value + spread}
+
+
+def write_benchmark(
+    folder: Path, alpha: float, wrong: bool, timing: bool, fed: tuple[int, ...], prompts: int, differing: int
+) -> None:
+    rng = np.random.default_rng(7)  # the same prompts in every cell: differences are paired
+    per_prompt = np.clip(rng.normal(alpha, 0.06, prompts), 0.01, 0.9)
+    served = [counters(np.random.default_rng(i), a, 34) for i, a in enumerate(per_prompt)]
+    replayed = [
+        c if i >= differing else counters(np.random.default_rng(i + 500), alpha, 35) for i, c in enumerate(served)
+    ]
+    ids = [f"{CATEGORIES[i % 8]}-{i // 8:02d}" for i in range(prompts)]
+    folder.mkdir(parents=True)
+    answers = [
+        RequestRecord(CATEGORIES[i % 8], 40, Completion(ids[i], (5, 2), "stop", Timing(0.0, 0.1, 1.0), c))
+        for i, c in enumerate(served)
+    ]
+    append_batch(folder / "acceptance.jsonl", Batch(0, True, 8, 9.0, None, tuple(answers)))
+    lines = [{"id": n, **asdict(c)} for n, c in zip(ids, replayed, strict=True)]
+    (folder / "replay.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures, again = acceptance(served), acceptance(replayed)
+    groups = {c: [i for i in range(prompts) if CATEGORIES[i % 8] == c] for c in CATEGORIES}
+    cell = {
+        "requests": prompts,
+        "tau": asdict(tau_interval(served, ids, BOOTSTRAP)),
+        "tau_without_degenerate": asdict(tau_interval(served[2:], ids[2:], BOOTSTRAP)),
+        "degenerate_requests": 2,
+        "macro": figures.tau_macro,
+        "survival": [asdict(i) for i in survival_intervals(served, ids, BOOTSTRAP)],
+        "slot_use": figures.slot_use,
+        "draft_efficiency": figures.draft_efficiency,
+        "per_category": {
+            c: asdict(tau_interval([served[i] for i in rows], [ids[i] for i in rows], BOOTSTRAP))
+            for c, rows in groups.items()
+        },
+        "speedup": {"1": {"decode": interval(0.81, 0.035), "end_to_end": interval(0.84, 0.03)}} if timing else None,
+        "identical_outputs": {
+            "rate": 1 - 1 / prompts,
+            "differences": [
+                {"id": ids[5], "position": 31, "baseline_token": 284, "drafter_token": 506, "top2_gap": 2.1e-5,
+                 "near_tie": True, "lossy": False}
+            ],
+        },
+        "replay": {
+            "requests": prompts,
+            "identical_counters": prompts - differing,
+            "differences": [{"id": ids[i], "served": 34, "replayed": 35} for i in range(differing)],
+            "tau": asdict(tau_interval(replayed, ids, BOOTSTRAP)),
+            "survival": list(again.survival),
+            "paired_diff": asdict(compare_tau(served, replayed, ids, BOOTSTRAP).difference),
+            "verdict": "agree",
+            "candidates": {"b-1": interval(figures.tau - 0.06, 0.05), "b+1": interval(figures.tau - 0.08, 0.05)},
+        },
+        "boundaries": {
+            "trained": [2, 14, 26], "predicted": list(fed), "num_blocks": 30,
+            "serve_probe": {"verdict": "wrong" if wrong else "matched"},
+        },
+        "mismatched": wrong,
+    }  # fmt: skip
+    (folder / "cell.json").write_text(json.dumps(cell))
+
+
+def write_metrics(path: Path) -> None:
+    lines = []
+    for step in range(0, 401, 8):
+        fall = float(np.exp(-step / 110))
+        lines.append({"step": step, "losses": [2.3 + 3.4 * fall + 0.32 * k * (1 - fall / 2) for k in range(3)]})
+        if step % 80 == 0 and step:
+            lines.append(
+                {"step": step, "val_tau": 1.42 - 0.4 * float(np.exp(-step / 120)) - (0.02 if step == 400 else 0)}
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def manifests(drafter: str = "d0d0") -> dict[str, dict[str, Any]]:
+    made = {
+        "prompts": (0.4, None), "responses": (41.0, 21873), "hidden_states": (52.0, 21873), "drafter": (118.0, 15210),
+        "export": (1.2, None), "benchmark": (73.0, 4410),
+    }  # fmt: skip
+    return {
+        stage: {
+            "wall_seconds": wall,
+            "key": f"{drafter if stage == 'drafter' else 'a1b2'}{i:016x}",
+            "facts": {"tokens": n},
+        }
+        for i, (stage, (wall, n)) in enumerate(made.items())
+    }
+
+
+@pytest.fixture
+def make_cell(tmp_path: Path) -> MakeCell:
+    """Builds a finished cell; `alpha` is the chance that a draft token is accepted."""
+
+    def make(
+        name: str = "default", *, alpha: float = 0.28, fed: tuple[int, ...] = (2, 14, 26), timing: bool = True,
+        overrides: tuple[str, ...] = (), prompts: int = 48, differing: int = 0, drafter: str = "d0d0",
+        reused: tuple[str, ...] = (), cfg: dict[str, Any] | None = None,
+    ) -> Cell:  # fmt: skip
+        folder = tmp_path / "artifacts" / name.replace("/", "_").replace(" ", "_")
+        write_benchmark(folder / "benchmark", alpha, fed != (2, 14, 26), timing, fed, prompts, differing)
+        write_metrics(folder / "drafter" / "metrics.jsonl")
+        return Cell(
+            name=name,
+            overrides=overrides,
+            config=copy.deepcopy(cfg or config()),
+            benchmark_dir=folder / "benchmark",
+            manifests=manifests(drafter),
+            reused={stage: stage in reused for stage in manifests()},
+            training_metrics=folder / "drafter" / "metrics.jsonl",
+            capture_probe={"verdict": "boundaries [2, 14, 26], margin 41x"},
+            error=None,
+        )
+
+    return make
+
+
+@pytest.fixture
+def failed_cell() -> Cell:
+    """A cell whose engine died before its benchmark."""
+    return Cell(
+        name="backend=sglang", overrides=("backend=sglang",), config=config("sglang"), benchmark_dir=None,
+        manifests={k: v for k, v in manifests().items() if k in ("prompts", "responses")},
+        reused={"prompts": True, "responses": True}, training_metrics=None, capture_probe=None,
+        error="the server ended with code -9 <before it was ready>\nlast lines:\nRuntimeError: out of memory",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def matrix(make_cell: MakeCell) -> list[Cell]:
+    """Two engines, serving right and one block off: two of four cells are mismatched on purpose."""
+    shared = ("prompts", "responses")
+    cells = []
+    for i, (backend, capture, alpha, fed) in enumerate((
+        ("vllm", "trained", 0.30, (2, 14, 26)), ("vllm", "plus_one", 0.21, (3, 15, 27)),
+        ("sglang", "trained", 0.30, (2, 14, 26)), ("sglang", "plus_one", 0.205, (3, 15, 27)),
+    )):  # fmt: skip
+        cfg = config(backend)
+        cfg["serve"]["capture"] = capture
+        overrides = (f"backend={backend}", f"serve.capture={capture}")
+        again = shared if i else ()
+        if capture == "plus_one":
+            again = (*shared, "hidden_states", "drafter")
+        cells.append(
+            make_cell(" ".join(overrides), alpha=alpha, fed=fed, overrides=overrides, cfg=cfg, reused=again,
+                      drafter="d0d0" if backend == "vllm" else "e1e1", differing=i % 2)
+        )  # fmt: skip
+    return cells
