@@ -66,6 +66,8 @@ def acceptance_pass(
         return done
     k = num_speculative_tokens
     with serve() as endpoint:
+        if k is not None and not endpoint.counts_past_stop:
+            raise EagleError("this engine does not count drafts accepted past the stop: replay would not be comparable")
         single = k is not None and not endpoint.per_request_counters
         slots = 1 if single else concurrency
         size = 1 if single else concurrency * BATCHES_PER_SLOT

@@ -1,0 +1,199 @@
+"""The figures of a cell, derived from what its passes stored. They can be made again at any time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3x.benchmark.degenerate import degenerate_from
+from eagle3x.benchmark.metrics import acceptance, by_category, tau
+from eagle3x.benchmark.outputs import compare_outputs
+from eagle3x.benchmark.records import (
+    Batch,
+    RequestRecord,
+    counters_of,
+    parse_counters,
+    read_batches,
+    read_lines,
+    requests,
+)
+from eagle3x.benchmark.statistics import (
+    Bootstrap,
+    Interval,
+    agreement,
+    speedup_interval,
+    survival_intervals,
+    tau_interval,
+)
+from eagle3x.types import SpecCounters, total
+
+if TYPE_CHECKING:
+    from eagle3x.config import Config
+
+ACCEPTANCE = "acceptance.jsonl"
+BASELINE = "baseline.jsonl"
+TIMING = "timing.jsonl"
+REPLAY = "replay.jsonl"
+CONTEXT = "context.json"
+CELL = "cell.json"
+SCHEMA_VERSION = 1
+
+
+def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
+    """The content of cell.json (docs/metrics.md) from the counters in `directory`.
+
+    Of `cfg` it reads how figures are made, not what was measured: benchmark.{resamples, confidence, near_tie}, seed.
+    """
+    context = json.loads((directory / CONTEXT).read_text(encoding="utf-8"))
+    bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
+    served = requests(read_batches(directory / ACCEPTANCE))
+    counters = [counters_of(r) for r in served]
+    categories = [r.category for r in served]
+    ids = [r.id for r in served]
+    figures = acceptance(counters)
+    tails = [_tail(r) for r in served]
+    rows = range(len(served))
+    sound = [i for i in rows if tails[i] is None and counters[i].verify_steps]
+    groups = {name: [i for i in rows if categories[i] == name] for name in by_category(counters, categories)}
+    outputs = compare_outputs(
+        [r.completion for r in requests(read_batches(directory / BASELINE))],
+        [r.completion for r in served],
+        cfg.benchmark.near_tie,
+    )
+    replay, serve_probe = _replay(directory, served, context, bootstrap)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "requests": len(served),
+        "output_tokens": sum(len(r.completion.token_ids) for r in served),
+        "num_speculative_tokens": context["num_speculative_tokens"],
+        "engine": context["engine"],
+        "tau": asdict(tau_interval(counters, ids, bootstrap)),
+        "tau_without_degenerate": asdict(_tau(counters, ids, sound, bootstrap)) if sound else None,
+        "degenerate_requests": sum(t is not None for t in tails),
+        "degenerate_tails": {ids[i]: tails[i] for i in rows if tails[i] is not None},
+        "macro": figures.tau_macro,
+        "survival": [asdict(s) for s in survival_intervals(counters, ids, bootstrap)],
+        "alpha": list(figures.alpha),
+        "slot_use": figures.slot_use,
+        "draft_efficiency": figures.draft_efficiency,
+        "per_category": {name: asdict(_tau(counters, ids, part, bootstrap)) for name, part in groups.items()},
+        "speedup": _speedup(read_batches(directory / TIMING), bootstrap),
+        "identical_outputs": {
+            "requests": outputs.requests,
+            "rate": outputs.rate,
+            "lossy": len(outputs.lossy),
+            "differences": [asdict(d) for d in outputs.differences],
+        },
+        "replay": replay,
+        "boundaries": {
+            "trained": context["trained"],
+            "predicted": context["predicted"],
+            "num_blocks": context["num_blocks"],
+            "serve_probe": serve_probe,
+        },
+        "mismatched": context["mismatched"],
+    }
+
+
+def _tail(record: RequestRecord) -> int | None:
+    """Where the output starts to loop. Its stop token belongs to no loop."""
+    tokens = record.completion.token_ids
+    return degenerate_from(tokens[:-1] if record.completion.finish == "stop" else tokens)
+
+
+def _tau(counters: Sequence[SpecCounters], ids: Sequence[str], rows: Sequence[int], bootstrap: Bootstrap) -> Interval:
+    """Interval of some requests' tau. One prompt says nothing of others: then it is all that is possible, 1 to k+1."""
+    part = [counters[i] for i in rows]
+    if len({ids[i] for i in rows}) < 2:
+        return Interval(tau(total(part)), 1.0, 1.0 + len(part[0].accepted_at))
+    return tau_interval(part, [ids[i] for i in rows], bootstrap)
+
+
+def _speedup(batches: Sequence[Batch], bootstrap: Bootstrap) -> dict[str, Any] | None:
+    """By concurrency: ratio of summed times, clustered by prompt; rates; tau from the engine's totals."""
+    found = {}
+    for concurrency in sorted({b.concurrency for b in batches}):
+        legs = [b for b in batches if b.concurrency == concurrency]
+        with_drafter, without = ([b for b in legs if b.drafter is side] for side in (True, False))
+        ids = [r.id for r in without[0].requests]
+        totals = [b.totals for b in with_drafter if b.totals is not None]
+        found[str(concurrency)] = {
+            **{
+                name: asdict(
+                    speedup_interval(_summed(without, ids, field), _summed(with_drafter, ids, field), ids, bootstrap)
+                )
+                for name, field in (("decode", "decode_seconds"), ("end_to_end", "end_to_end_seconds"))
+            },
+            "rates": {"baseline": _rates(without), "drafter": _rates(with_drafter)},
+            "tau": tau(total(totals)) if totals else None,
+            "prompts": len(ids),
+        }
+    return found or None
+
+
+def _summed(legs: Sequence[Batch], ids: Sequence[str], field: str) -> list[float]:
+    """Seconds of each request over all legs of a side."""
+    sums = dict.fromkeys(ids, 0.0)
+    for record in requests(legs):
+        sums[record.id] += getattr(record, field)
+    return list(sums.values())
+
+
+def _rates(legs: Sequence[Batch]) -> dict[str, float]:
+    """Tokens per second: of one request while it decodes, and of the engine from the first request to the last."""
+    records = requests(legs)
+    tokens = sum(len(r.completion.token_ids) for r in records)
+    return {
+        "decode_per_request": (tokens - len(records)) / sum(r.decode_seconds for r in records),
+        "end_to_end": tokens / sum(b.wall_seconds for b in legs),
+    }
+
+
+def _replay(
+    directory: Path, served: Sequence[RequestRecord], context: Mapping[str, Any], bootstrap: Bootstrap
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What replay predicted for each request, against what the engine counted; and the serve probe's verdict."""
+    lines = {line["id"]: line for line in read_lines(directory / REPLAY)}
+    ordered = [lines[r.id] for r in served]
+    ids = [r.id for r in served]
+    replayed = [parse_counters(line) for line in ordered]
+    names = [n for n in context["candidates"] if n in ordered[0]["others"]]
+    others = {name: [parse_counters(line["others"][name]) for line in ordered] for name in names}
+    counters = [counters_of(r) for r in served]
+    found = agreement(
+        counters, replayed, ids, context["exact"], bootstrap, [others[n] for n in ("b-1", "b+1") if n in others]
+    )
+    differences = [
+        {
+            "id": ids[i],
+            "served": _walked(counters[i]),
+            "replayed": _walked(replayed[i]),
+            "draft_gap": ordered[i]["draft_gap"],
+            "target_gap": min(served[i].completion.top2_gaps or (), default=None),
+        }
+        for i in found.differing
+    ]
+    record = {
+        "requests": found.requests,
+        "identical_counters": found.identical,
+        "differences": differences,
+        "tau": asdict(tau_interval(replayed, ids, bootstrap)),
+        "survival": list(acceptance(replayed).survival),
+        "paired_diff": asdict(found.paired_diff),
+        "verdict": found.verdict,
+        "sentence": found.sentence,
+        "prompts_needed": found.prompts_needed,
+        "candidates": {
+            name: {"boundaries": context["candidates"][name], **asdict(tau_interval(others[name], ids, bootstrap))}
+            for name in names
+        },
+    }
+    return record, None
+
+
+def _walked(counters: SpecCounters) -> list[int]:
+    """[V, A_1, .., A_k]."""
+    return [counters.verify_steps, *counters.accepted_at]

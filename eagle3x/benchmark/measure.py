@@ -1,0 +1,274 @@
+"""The benchmark stage: what the served drafter is accepted, what it costs, and whether replay explains it.
+
+acceptance.jsonl, baseline.jsonl   a request a line: counters, output, times, with and without the drafter (T=0)
+timing.jsonl                       the same of the timing pass, fixed length, legs in ABBA order
+texts.jsonl                        how each served text goes on past its end, for replay
+replay.jsonl                       counters that replay predicts for each request, at several boundaries
+context.json                       what the figures need to know besides
+cell.json                          the figures: derived, `cell.summarise` makes them again at any time
+
+Every file but cell.json is appended to as work is done; a killed benchmark goes on where its files end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from eagle3x.benchmark.cell import ACCEPTANCE, BASELINE, CELL, CONTEXT, REPLAY, TIMING, summarise
+from eagle3x.benchmark.records import RequestRecord, append_lines, read_batches, read_lines, requests
+from eagle3x.benchmark.runner import Workload, acceptance_pass, timing_legs, timing_pass
+from eagle3x.capture import CaptureError, Reader, default_boundaries
+from eagle3x.data.records import read_responses
+from eagle3x.drafters.export import Export, read_export
+from eagle3x.engines import adapter
+from eagle3x.engines.config import Attention, Backend, Quantization, Slot
+from eagle3x.progress import log, track
+from eagle3x.types import EagleError, Request, Response, TokenSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eagle3x.diagnosis.replay import ReplaySample
+    from eagle3x.engines.base import Engine
+    from eagle3x.pipeline import StageRun
+
+T = TypeVar("T")
+TEXTS = "texts.jsonl"
+FEWEST_PROMPTS = 2
+REPLAYED_TOGETHER = 16
+"""Requests whose states are in memory at once."""
+PREDICTED = "b"
+"""The candidate that is predicted to be fed; the others are what replay would see if the layers were wrong."""
+
+
+def make(run: StageRun) -> dict[str, Any]:
+    """Measure the exported drafter on the eval prompts, into `run.work`.
+
+    Raises:
+        EagleError: nothing to measure, or an engine that does not do what it promises.
+        InvalidCellError: a measurement that cannot be trusted.
+    """
+    cfg, slot, target = run.cfg, run.slot("serve"), run.target
+    identity = adapter(slot.backend.name).identity(slot, target, cfg.hardware)
+    export = read_export(run.inputs["export"].path)
+    fed = export.fed(_reader(identity, target.model_class))
+    if fed.predicted is None:
+        raise EagleError(f"this drafter cannot be served here: {fed.refused}")
+    candidates = candidate_boundaries(fed.predicted, export.trained, export.num_blocks)
+    context = {
+        "num_speculative_tokens": cfg.speculation.num_speculative_tokens,
+        "engine": identity,
+        "exact": identity["dtype"] == "float32" and identity["device"] == "cpu",
+        "num_blocks": export.num_blocks,
+        "trained": None if export.trained is None else list(export.trained),
+        "predicted": list(fed.predicted),
+        "mismatched": fed.mismatched,
+        "candidates": {name: list(boundaries) for name, boundaries in candidates.items()},
+    }
+    (run.work / CONTEXT).write_text(json.dumps(context, indent=1) + "\n", encoding="utf-8")
+
+    responses = read_responses(run.inputs["responses"].path, "eval")
+    chosen = spread(responses, [r.category for r in responses], cfg.benchmark.max_prompts)
+    if len(chosen) < FEWEST_PROMPTS:
+        raise EagleError(f"the benchmark needs at least {FEWEST_PROMPTS} eval prompts, not {len(chosen)}")
+    with ExitStack() as stack:
+        engine = stack.enter_context(adapter(slot.backend.name).open(slot, target, cfg.hardware))
+        _passes(run, engine, export.directory, chosen)
+        _continue_texts(run, engine, chosen)
+        if not _is_reference(slot):
+            stack.close()  # two engines need not fit into the memory together
+            reference = reference_slot(slot)
+            engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware))
+        _replay_pass(run, engine, export, candidates)
+    cell = summarise(run.work, cfg)
+    (run.work / CELL).write_text(json.dumps(cell, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    tau = cell["tau"]
+    log(f"tau {tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}) over {cell['requests']} requests")
+    return {"tokens": cell["output_tokens"], "requests": cell["requests"], "tau": tau}
+
+
+def spread(items: Sequence[T], categories: Sequence[str], limit: int | None) -> list[T]:
+    """At most `limit` items, from every category in turn, in their own order."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    rank: dict[str, int] = {}
+    turns = []
+    for index, category in enumerate(categories):
+        rank[category] = rank.get(category, 0) + 1
+        turns.append((rank[category], index))
+    return [items[index] for index in sorted(index for _, index in sorted(turns)[:limit])]
+
+
+def candidate_boundaries(
+    predicted: tuple[int, ...], trained: tuple[int, ...] | None, num_blocks: int
+) -> dict[str, tuple[int, ...]]:
+    """What replay is asked for, by name: `b` as predicted, `b-1`, `b+1`, the boundaries trained on, the engines'
+    default. Those that the target does not have, of another number, or the same as an earlier one are left out."""
+    asked = {PREDICTED: predicted, "b-1": tuple(b - 1 for b in predicted), "b+1": tuple(b + 1 for b in predicted)}
+    if trained is not None:
+        asked["trained"] = trained
+    with suppress(CaptureError):  # a target of very few blocks has no default
+        asked["default"] = default_boundaries(num_blocks)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, boundaries in asked.items():
+        exists = min(boundaries) >= 0 and max(boundaries) <= num_blocks
+        if exists and len(boundaries) == len(predicted) and boundaries not in found.values():
+            found[name] = boundaries
+    return found
+
+
+def reference_slot(slot: Slot) -> Slot:
+    """The float32 transformers forward whose states replay reads, for a drafter served elsewhere."""
+    backend = Backend(
+        name="transformers", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1,
+        batch_size=slot.backend.batch_size, engine_args={}, python=None, url=None, port=None,
+        memory_fraction=slot.backend.memory_fraction, start_timeout=slot.backend.start_timeout,
+    )  # fmt: skip
+    return Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
+
+
+def _is_reference(slot: Slot) -> bool:
+    return slot.backend.name == "transformers"
+
+
+def _reader(identity: Mapping[str, Any], model_class: str) -> Reader:
+    match identity["engine"]:
+        case "vllm":
+            return Reader("vllm", identity["version"], runner=identity["runner"])
+        case "sglang":
+            return Reader("sglang", identity["version"], model_class)
+        case _:
+            return Reader("transformers")
+
+
+def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Response]) -> None:
+    cfg, k = run.cfg, run.cfg.speculation.num_speculative_tokens
+    settings, concurrency = cfg.benchmark, cfg.benchmark.acceptance_concurrency
+    categories = {r.id: r.category for r in chosen}
+    limit = cfg.sampling.eval_max_new_tokens
+    work = Workload(tuple(_request(r, limit) for r in chosen), categories, settings.warmup_requests)
+    acceptance_pass(
+        lambda: engine.serve(drafter, cfg.speculation), work, concurrency, k, run.work / ACCEPTANCE, "acceptance"
+    )
+    acceptance_pass(lambda: engine.serve(None, None), work, concurrency, None, run.work / BASELINE, "baseline")
+    if not settings.timing:
+        return
+    timed = spread(chosen, [r.category for r in chosen], settings.timing_prompts)
+    if len(timed) < max(FEWEST_PROMPTS, *settings.timing_concurrency):
+        raise EagleError(
+            f"the timing pass has {len(timed)} prompts: benchmark.timing_prompts must be at least {FEWEST_PROMPTS} and"
+            f" no less than the largest of benchmark.timing_concurrency={list(settings.timing_concurrency)}"
+        )
+    timing_pass(
+        lambda: engine.serve(None, None),
+        lambda: engine.serve(drafter, cfg.speculation),
+        getattr(engine, "can_serve_both", False),
+        Workload(tuple(_request(r, settings.timing_tokens, True) for r in timed), categories, settings.warmup_requests),
+        timing_legs(settings.timing_concurrency, settings.timing_rounds),
+        k,
+        run.work / TIMING,
+        "timing",
+    )
+
+
+def _request(response: Response, max_tokens: int, ignore_eos: bool = False) -> Request:
+    prompt = response.token_ids[: response.prompt_tokens]
+    return Request(response.id, prompt, max_tokens, ignore_eos=ignore_eos)
+
+
+def _served(run: StageRun) -> list[RequestRecord]:
+    return requests(read_batches(run.work / ACCEPTANCE))
+
+
+def _continue_texts(run: StageRun, engine: Engine, chosen: Sequence[Response]) -> None:
+    """k more tokens of each served text, since drafts are accepted past its stop. Where the engine wrote what the eval
+    text says, that text's own continuation is taken."""
+    k, file = run.cfg.speculation.num_speculative_tokens, run.work / TEXTS
+    known = {line["id"] for line in read_lines(file)}
+    by_id = {r.id: r for r in chosen}
+    found, unknown = [], []
+    for record in _served(run):
+        if record.id in known:
+            continue
+        response, output = by_id[record.id], record.completion.token_ids
+        end = response.prompt_tokens + response.response_tokens
+        further = response.token_ids[end : end + k]
+        if output == response.token_ids[response.prompt_tokens : end] and len(further) == k:
+            found.append(
+                {"id": record.id, "prompt_ids": response.token_ids[: response.prompt_tokens], "further": further}
+            )
+        else:
+            unknown.append(Request(record.id, _text(response, output), k, ignore_eos=True))
+    if unknown:
+        log(f"{len(unknown)} served texts are not the eval text: the engine writes how they go on")
+    for completion in engine.generate(unknown):
+        prompt = by_id[completion.id].token_ids[: by_id[completion.id].prompt_tokens]
+        found.append({"id": completion.id, "prompt_ids": prompt, "further": completion.token_ids})
+    append_lines(file, found)
+
+
+def _text(response: Response, output: tuple[int, ...]) -> tuple[int, ...]:
+    return response.token_ids[: response.prompt_tokens] + output
+
+
+def _replay_pass(run: StageRun, engine: Engine, export: Export, candidates: Mapping[str, tuple[int, ...]]) -> None:
+    """Counters of every request by replay, at each candidate's boundaries, from reference states of the served text."""
+    from eagle3x.diagnosis.replay import counters, replay, replay_detailed
+    from eagle3x.drafters.checkpoint import load
+
+    k, file = run.cfg.speculation.num_speculative_tokens, run.work / REPLAY
+    done = {line["id"] for line in read_lines(file)}
+    texts = {line["id"]: line for line in read_lines(run.work / TEXTS)}
+    todo = [record for record in _served(run) if record.id not in done]
+    if not todo:
+        return
+    drafter = load(export.directory, run.target).eval().requires_grad_(False)
+    union = sorted({b for boundaries in candidates.values() for b in boundaries})
+    parts = [todo[i : i + REPLAYED_TOGETHER] for i in range(0, len(todo), REPLAYED_TOGETHER)]
+    for part in track(parts, "replay", len(parts)):
+        samples = [
+            TokenSample(r.id, (*texts[r.id]["prompt_ids"], *r.completion.token_ids, *texts[r.id]["further"]))
+            for r in part
+        ]
+        states = {s.id: s for s in engine.capture(samples, union)}
+
+        def fed(boundaries: Sequence[int], part: Sequence[RequestRecord] = part, states: Any = states) -> Iterator[Any]:
+            for record in part:
+                yield _sample(record, states[record.id].token_ids, _columns(states[record.id].aux, union, boundaries))
+
+        steps = replay_detailed(drafter, fed(candidates[PREDICTED]), k)
+        others = {name: replay(drafter, fed(b), k) for name, b in candidates.items() if name != PREDICTED}
+        append_lines(
+            file,
+            [
+                {
+                    "id": record.id,
+                    **asdict(counters(steps[i], k)),
+                    "draft_gap": min((step.gap for step in steps[i]), default=None),
+                    "others": {name: asdict(others[name][i]) for name in others},
+                }
+                for i, record in enumerate(part)
+            ],
+        )
+
+
+def _sample(record: RequestRecord, token_ids: tuple[int, ...], aux: Tensor) -> ReplaySample:
+    import torch
+
+    from eagle3x.diagnosis.replay import ReplaySample
+
+    tokens = torch.tensor(token_ids)
+    return ReplaySample(record.id, tokens, aux, record.prompt_tokens, len(record.completion.token_ids))
+
+
+def _columns(aux: Tensor, captured: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """[T, len(captured)*H] to [T, len(wanted)*H]."""
+    import torch
+
+    parts = dict(zip(captured, aux.chunk(len(captured), dim=-1), strict=True))
+    return torch.cat([parts[b] for b in wanted], dim=-1)
