@@ -39,8 +39,9 @@ def make(run: StageRun) -> dict[str, Any]:
     target, slot = run.target, run.slot("extract")
     boundaries = trained_boundaries(target.aux_layer_ids, run.cfg.capture.offset, target.num_blocks)
     with adapter(slot.backend.name).open(slot, target, run.cfg.hardware) as engine:
-        verdict = probe_capture(engine, target, boundaries, run.cfg.capture.probe_tokens)
-        log(f"Capture probe: {verdict.describe()}")
+        longest = max(kept, key=lambda r: len(r.token_ids))
+        verdict = probe_capture(engine, target, boundaries, longest.token_ids[: run.cfg.capture.probe_tokens])
+        log(verdict.describe())
         if not verdict.matched:
             raise EagleError(
                 f"{slot.backend.name} does not capture boundaries {list(boundaries)} of {target.name}:"
@@ -56,17 +57,25 @@ def make(run: StageRun) -> dict[str, Any]:
             _capture(engine, [r for r in waiting if r.split == split], writers[split], split)
     written = {split: Shards(run.work / split) for split in splits}
     return {
+        "splits": {split: _counts([r for r in responses if r.split == split], written[split]) for split in splits},
         "tokens": sum(shards.tokens for shards in written.values()),
-        "samples": {split: len(shards) for split, shards in written.items()},
-        "split_tokens": {split: shards.tokens for split, shards in written.items()},
+        "bytes": sum(shards.bytes for shards in written.values()),
         "boundaries": list(boundaries),
         "capture_probe": verdict.as_dict(),
         "dtype": spec.dtype,
         "last_norm": spec.last_norm,
-        "bytes": sum(shards.bytes for shards in written.values()),
-        "empty_mask": {split: sum(r.split == split and not any(r.loss_mask) for r in responses) for split in splits},
-        "cut_samples": {split: sum(r.split == split and r.cut_tokens > 0 for r in kept) for split in splits},
-        "cut_tokens": {split: sum(r.cut_tokens for r in kept if r.split == split) for split in splits},
+    }
+
+
+def _counts(responses: Sequence[Response], shards: Shards) -> dict[str, int]:
+    """Of one split. What was left out is the difference of `responses` and `samples`, and has an empty mask."""
+    return {
+        "responses": len(responses),
+        "samples": len(shards),
+        "tokens": shards.tokens,
+        "empty_masks": sum(not any(r.loss_mask) for r in responses),
+        "cut_samples": sum(r.cut_tokens > 0 for r in responses),
+        "cut_tokens": sum(r.cut_tokens for r in responses),
     }
 
 
