@@ -111,7 +111,7 @@ class Store:
         path = self._path(spec.stage, spec.key)
         try:
             manifest = Manifest.read(path / MANIFEST)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if not path.exists():
                 return None
             if (path / MANIFEST).exists():  # another run has just published it
