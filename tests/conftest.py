@@ -19,13 +19,6 @@ CHARACTERS = ("\n", *map(chr, range(32, 127)), *map(chr, range(0xE0, 0xE0 + 29))
 """With SPECIAL 128 tokens, each a character: text and token ids can be worked out by hand."""
 
 
-def target_config(path: Path, aux_layer_ids: tuple[int, ...] = (1, 3, 4)) -> TargetConfig:
-    return TargetConfig(
-        name=path.name, path=str(path), wheel=None, hub_id=None, revision=None, trust_remote_code=False,
-        aux_layer_ids=aux_layer_ids,
-    )  # fmt: skip
-
-
 def write_tiny_target(path: Path, seed: int = 0) -> None:
     """A random Llama as a Hugging Face directory: 6 blocks, H=32, 4 heads (2 KV) of 8, V=128, untied head, float32."""
     import torch
@@ -53,10 +46,21 @@ def write_tiny_target(path: Path, seed: int = 0) -> None:
 
 
 @pytest.fixture(scope="session")
+def write_target() -> Callable[[Path, int], None]:
+    """`write_tiny_target`, for tests that need a target of their own."""
+    return write_tiny_target
+
+
+@pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     path = tmp_path_factory.mktemp("targets") / "tiny"
     write_tiny_target(path)
-    return resolve(target_config(path))
+    return resolve(
+        TargetConfig(
+            name="tiny", path=str(path), wheel=None, hub_id=None, revision=None, trust_remote_code=False,
+            aux_layer_ids=(1, 3, 4),
+        )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +72,3 @@ def smollm2() -> Target:
             trust_remote_code=False, aux_layer_ids=(2, 14, 26),
         )
     )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def write_target() -> Callable[[Path, int], None]:
-    """`write_tiny_target`, for tests that write their own."""
-    return write_tiny_target
