@@ -52,7 +52,7 @@ def tau_figure(measured: Measured) -> Figure:
     for i, (cell, m) in enumerate(measured):
         replayed = None if m.replay is None else m.replay.tau
         rows.append(
-            (cell.label if len(measured) > 1 else "all prompts", f"c{i % COLOURS}", m.tau, replayed, m.mismatched)
+            (cell.label if len(measured) > 1 else "all prompts", f"c{i % COLOURS}", m.tau, replayed, bool(m.mismatched))
         )
     if len(measured) == 1 and (clean := measured[0][1].tau_without_degenerate) is not None:
         rows.append(("without loops", "c0", clean, None, False))
@@ -91,7 +91,7 @@ def survival_figure(measured: Measured) -> Figure:
     left, right, top, bottom = 48.0, WIDTH - 16, 30.0, 216.0
     positions = max(m.num_speculative_tokens for _, m in measured)
     seen = [s.high for _, m in measured for s in m.survival]
-    seen += [s for _, m in measured if m.replay and m.replay.survival for s in m.replay.survival]
+    seen += [s for _, m in measured if m.replay for s in m.replay.survival]
     x, y = Scale(0.5, positions + 0.5, left, right), Scale(0, min(1.0, max(seen) * 1.08 or 1.0), bottom, top)
     legend = len(measured) > 1
     canvas = Canvas(WIDTH, bottom + 42 + (18 * len(measured) + 6 if legend else 0))
@@ -103,7 +103,7 @@ def survival_figure(measured: Measured) -> Figure:
     for i, (cell, m) in enumerate(measured):
         css = f"c{i % COLOURS}"
         middle = (i - (len(measured) - 1) / 2) * spread * 2
-        predicted = m.replay.survival if m.replay and m.replay.survival else ()
+        predicted = m.replay.survival if m.replay else ()
         shift = spread / 2 if predicted else 0.0
         _links(canvas, [(x(p + 1 + middle - shift), y(s.value)) for p, s in enumerate(m.survival)], css)
         for p, s in enumerate(m.survival, 1):

@@ -38,11 +38,12 @@ def agreement(m: Measurement) -> str:
 def speed(m: Measurement, concurrency: str) -> str:
     """The decode speed-up and what explains it."""
     decode = m.speedup[concurrency].decode
-    cost = f"a verify step with its drafts costs {m.step_cost(concurrency):.2f} plain steps here"
+    step = m.speedup[concurrency].step_cost
+    cost = "" if step is None else f": a verify step with its drafts costs {step:.2f} plain steps here"
     at = "" if concurrency == "1" else f" at concurrency {concurrency}"
     if decode.contains(1):
-        return f"no speed-up shown{at}, {times(decode)}: {cost}"
-    return f"{'speed-up' if decode.low > 1 else 'slow-down'} {times(decode)}{at}: {cost}"
+        return f"no speed-up shown{at}, {times(decode)}{cost}"
+    return f"{'speed-up' if decode.low > 1 else 'slow-down'} {times(decode)}{at}{cost}"
 
 
 def _one(m: Measurement) -> str:

@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from eagle3x.reporting.figures import acceptance_figures
 from eagle3x.reporting.run_figures import run_figures
-from eagle3x.reporting.summary import Measurement, Summary
-from eagle3x.reporting.tables import Tone, all_tables
+from eagle3x.reporting.summary import IdenticalOutputs, Measurement, Summary
+from eagle3x.reporting.tables import Tone, all_tables, match, rate
 from eagle3x.reporting.words import NONE, TIMES, count, figure, numbers, percent, seconds, times
 
 
@@ -96,24 +96,29 @@ def _one(m: Measurement) -> list[Tile]:
         tone: Tone = "good" if s.decode.low > 1 else "bad" if s.decode.high < 1 else ""
         note = f"{_range(times(s.decode))}, concurrency {concurrency}; end to end {s.end_to_end.value:.2f}{TIMES}"
         found.append(Tile("decode speed-up", f"{s.decode.value:.2f}{TIMES}", note, tone))
-        found.append(
-            Tile("a verify step costs", f"{m.step_cost(concurrency):.2f}", "plain decode steps, its drafts included")
-        )
+        if s.step_cost is not None:
+            note = "plain decode steps, its drafts included"
+            found.append(Tile("a verify step costs", f"{s.step_cost:.2f}", note))
     else:
         found.append(Tile("decode speed-up", NONE, "not measured (benchmark.timing=false)"))
-    same_rate = m.identical_outputs.rate
-    parted = len(m.identical_outputs.differences)
-    note = f"{count(parted, 'difference')} listed below" if parted else "with and without the drafter"
-    found.append(
-        Tile(
-            "identical outputs", percent(same_rate, 0 if same_rate == 1 else 1), note, "good" if same_rate == 1 else ""
-        )
+    same = m.identical_outputs
+    note = (
+        f"{count(len(same.differences), 'difference')} listed below"
+        if same.differences
+        else "with and without the drafter"
     )
-    bounds = f"trained {numbers(m.boundaries.trained)}, fed {numbers(m.boundaries.predicted)}"
-    found.append(
-        Tile("boundaries", "mismatched" if m.mismatched else "matched", bounds, "bad" if m.mismatched else "good")
-    )
+    tone = "bad" if same.lossy else "good" if same.rate == 1 else ""
+    if same.differences:
+        note += f", {same.lossy} of them lossy" if same.lossy else ", all near-ties" if _all_ties(same) else ""
+    found.append(Tile("identical outputs", rate(same.rate), note, tone))
+    said = match(m)
+    trained = "not known" if m.boundaries.trained is None else numbers(m.boundaries.trained)
+    found.append(Tile("boundaries", said.text, f"trained {trained}, fed {numbers(m.boundaries.predicted)}", said.tone))
     return found
+
+
+def _all_ties(same: IdenticalOutputs) -> bool:
+    return all(d["near_tie"] for d in same.differences)
 
 
 def _range(text: str) -> str:

@@ -40,7 +40,7 @@ def fence(text: str) -> str:
 
 
 def _entry(entry: Entry) -> str:
-    text = inline(f"{entry.text} {entry.note}".strip())
+    text = inline(entry.flat)
     return f"**{text}**" if entry.tone == "bad" else text
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eagle3x.progress import console
+from rich.console import Console
+
 from eagle3x.reporting.cell import Cell, load_cells, save_cell, write_atomically
 from eagle3x.reporting.comparisons import compare_cells, first_pairs, found_confounders
 from eagle3x.reporting.confounders import short_names
@@ -38,7 +39,7 @@ def write_report(run_dir: Path, cells: Sequence[Cell], command: str) -> Summary:
     write_atomically(run_dir / "summary.json", summary.dumps())
     write_atomically(run_dir / "report.md", markdown_report(summary))
     write_atomically(run_dir / "report.html", html_report(summary))
-    show(summary, run_dir, console)
+    show(summary, run_dir, Console())
     track_run(summary, cells[0].config["tracking"], run_dir)
     return summary
 

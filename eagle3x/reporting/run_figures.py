@@ -8,6 +8,7 @@ from eagle3x.reporting.curves import Curves
 from eagle3x.reporting.figures import COLOURS, WIDTH, Figure
 from eagle3x.reporting.summary import STAGES, Boundaries, CellSummary, Summary
 from eagle3x.reporting.svg import Canvas, Scale, fitted, padded
+from eagle3x.reporting.tables import Entry, match
 from eagle3x.reporting.words import MINUS, numbers, seconds
 
 
@@ -31,9 +32,9 @@ def boundary_figure(summary: Summary) -> Figure:
     top, step = 2.0, 104.0
     canvas = Canvas(WIDTH, top + step * len(measured))
     for i, (cell, m) in enumerate(measured):
-        _boundaries(canvas, top + step * i, cell.label, m.boundaries, m.mismatched)
+        _boundaries(canvas, top + step * i, cell.label, m.boundaries, match(m))
     said = "; ".join(
-        f"{c.label}: trained on {numbers(m.boundaries.trained)}, fed {numbers(m.boundaries.predicted)}"
+        f"{c.label}: trained on {numbers(m.boundaries.trained or ())}, fed {numbers(m.boundaries.predicted)}"
         for c, m in measured
     )
     return Figure(
@@ -168,24 +169,22 @@ def _drafter_key(cell: CellSummary) -> str:
     return cell.stages["drafter"].key if "drafter" in cell.stages else cell.name
 
 
-def _boundaries(canvas: Canvas, top: float, name: str, b: Boundaries, mismatched: bool) -> None:
-    last = b.num_blocks if b.num_blocks is not None else max(*b.trained, *b.predicted) + 1
+def _boundaries(canvas: Canvas, top: float, name: str, b: Boundaries, said: Entry) -> None:
+    last, trained = b.num_blocks, b.trained or ()
     scale = Scale(0, last, 92, WIDTH - 24)
     upper, lower = top + 44, top + 78
     canvas.text(8, top + 14, fitted(name, 50), "name")
-    canvas.text(
-        WIDTH - 8, top + 14, "mismatched" if mismatched else "matched", "wrong" if mismatched else "right", "end"
-    )
+    canvas.text(WIDTH - 8, top + 14, said.text, {"bad": "wrong", "good": "right"}.get(said.tone, "label"), "end")
     for y, label in ((upper, "trained on"), (lower, "fed")):
         canvas.text(8, y + 4, label, "label")
         canvas.line(scale(0), y, scale(last), y, "rail")
         for boundary in range(last + 1):
             canvas.line(scale(boundary), y - 3, scale(boundary), y + 3, "rail")
-    for trained, fed in zip(b.trained, b.predicted, strict=False):
-        canvas.curve(scale(trained), upper, scale(fed), lower, "bad-link" if trained != fed else "good-link")
-    for values, y, dy in ((b.trained, upper, -10), (b.predicted, lower, 19)):
+    for learned, fed in zip(trained, b.predicted, strict=False):
+        canvas.curve(scale(learned), upper, scale(fed), lower, "bad-link" if learned != fed else "good-link")
+    for values, y, dy in ((trained, upper, -10), (b.predicted, lower, 19)):
         for boundary in values:
-            css = "good-dot" if not mismatched or boundary in set(b.trained) & set(b.predicted) else "bad-dot"
+            css = "good-dot" if said.tone != "bad" or boundary in set(trained) & set(b.predicted) else "bad-dot"
             canvas.dot(scale(boundary), y, css, f"boundary {boundary} of {last}", 5.5)
             canvas.text(scale(boundary), y + dy, str(boundary), "tick strong", "middle")
 

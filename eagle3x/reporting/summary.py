@@ -21,17 +21,31 @@ STAGES = ("prompts", "responses", "hidden_states", "drafter", "export", "benchma
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """Time without the drafter / time with it, for the same number of output tokens. Above 1 is faster."""
+    """Time without the drafter / time with it, for the same number of output tokens. Above 1 is faster.
+
+    `tau`: acceptance length of the timing pass itself, whose texts do not stop; None if the engine gives no totals.
+    """
 
     decode: Interval
     end_to_end: Interval
+    tau: float | None
+    prompts: int
+
+    @property
+    def step_cost(self) -> float | None:
+        """What a verify step with its drafts costs, in plain decode steps: tau / decode speed-up."""
+        return None if self.tau is None else self.tau / self.decode.value
 
 
 @dataclass(frozen=True)
 class IdenticalOutputs:
-    """Share of greedy outputs that are the same with and without the drafter, and each that is not."""
+    """Share of greedy outputs that are the same with and without the drafter, and each that is not.
+
+    `lossy`: differences that no near-tie explains.
+    """
 
     rate: float
+    lossy: int
     differences: tuple[dict[str, Any], ...]
 
 
@@ -40,16 +54,18 @@ class Replay:
     """The engine's counters against replay's, request by request.
 
     `tau`, `survival`: what replay predicts. `paired_diff`: tau served - tau replayed.
-    `candidates`: tau that replay predicts for neighbouring boundaries and other ways of being wrong.
+    `candidates`: tau that replay predicts for other boundaries. `prompts_needed`: only if the verdict is `cannot tell`.
     """
 
     requests: int
     identical_counters: int
     differences: tuple[dict[str, Any], ...]
-    tau: Interval | None
-    survival: tuple[float, ...] | None
+    tau: Interval
+    survival: tuple[float, ...]
     paired_diff: Interval
     verdict: str
+    sentence: str
+    prompts_needed: int | None
     candidates: dict[str, Any]
 
 
@@ -57,12 +73,12 @@ class Replay:
 class Boundaries:
     """Residual-stream boundaries the drafter was trained on, and those it is predicted to be fed; ascending.
 
-    `num_blocks`: the target's n, so that boundaries are in 0..n; None if the artifact does not say.
+    `trained`: None for a drafter of which nobody knows. `num_blocks`: the target's n; boundaries are in 0..n.
     """
 
-    trained: tuple[int, ...]
+    trained: tuple[int, ...] | None
     predicted: tuple[int, ...]
-    num_blocks: int | None
+    num_blocks: int
     capture_probe: dict[str, Any] | None
     serve_probe: dict[str, Any] | None
 
@@ -87,11 +103,10 @@ class Measurement:
     identical_outputs: IdenticalOutputs
     replay: Replay | None
     boundaries: Boundaries
-    mismatched: bool
-
-    def step_cost(self, concurrency: str) -> float:
-        """What a verify step with its drafts costs, in plain decode steps: tau / decode speed-up."""
-        return self.tau.value / self.speedup[concurrency].decode.value
+    mismatched: bool | None
+    """Fed other boundaries than trained on; None where that is not known."""
+    engine: dict[str, Any]
+    """Identity of the serving engine: name, version, dtype, device, ..."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +227,7 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
     same = record["identical_outputs"]
     return Measurement(
         requests=record["requests"],
-        num_speculative_tokens=len(record["survival"]),
+        num_speculative_tokens=record["num_speculative_tokens"],
         confidence=cell.config["benchmark"]["confidence"],
         tau=_interval(record["tau"]),
         tau_without_degenerate=_maybe(record["tau_without_degenerate"]),
@@ -223,19 +238,20 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
         draft_efficiency=record["draft_efficiency"],
         per_category={name: _interval(v) for name, v in record["per_category"].items()},
         speedup={
-            str(c): SpeedUp(_interval(s["decode"]), _interval(s["end_to_end"]))
+            c: SpeedUp(_interval(s["decode"]), _interval(s["end_to_end"]), s["tau"], s["prompts"])
             for c, s in (record["speedup"] or {}).items()
         },
-        identical_outputs=IdenticalOutputs(same["rate"], tuple(same["differences"])),
+        identical_outputs=IdenticalOutputs(same["rate"], same["lossy"], tuple(same["differences"])),
         replay=None if record["replay"] is None else _replay(record["replay"]),
         boundaries=Boundaries(
-            trained=tuple(bounds["trained"]),
+            trained=None if bounds["trained"] is None else tuple(bounds["trained"]),
             predicted=tuple(bounds["predicted"]),
-            num_blocks=bounds.get("num_blocks"),
+            num_blocks=bounds["num_blocks"],
             capture_probe=cell.capture_probe,
             serve_probe=bounds["serve_probe"],
         ),
         mismatched=record["mismatched"],
+        engine=record["engine"],
     )
 
 
@@ -244,11 +260,13 @@ def _replay(record: Mapping[str, Any]) -> Replay:
         requests=record["requests"],
         identical_counters=record["identical_counters"],
         differences=tuple(record["differences"]),
-        tau=_maybe(record.get("tau")),
-        survival=tuple(record["survival"]) if record.get("survival") else None,
+        tau=_interval(record["tau"]),
+        survival=tuple(record["survival"]),
         paired_diff=_interval(record["paired_diff"]),
         verdict=record["verdict"],
-        candidates=dict(record["candidates"] or {}),
+        sentence=record["sentence"],
+        prompts_needed=record["prompts_needed"],
+        candidates=dict(record["candidates"]),
     )
 
 

@@ -25,6 +25,11 @@ class Entry:
     note: str = ""
     """What belongs to the value and is less than it: its interval."""
 
+    @property
+    def flat(self) -> str:
+        """Text and note on one line."""
+        return f"{self.text}{' ' if self.note.startswith('[') else ', '}{self.note}" if self.note else self.text
+
 
 @dataclass(frozen=True)
 class Table:
@@ -47,8 +52,9 @@ def all_tables(summary: Summary) -> list[Table]:
         categories_table(summary),
         boundaries_table(summary),
         candidates_table(summary),
-        outputs_table(summary),
         replay_table(summary),
+        replay_differences_table(summary),
+        outputs_table(summary),
         stages_table(summary),
     ]
     return [t for t in tables if t.rows]
@@ -57,7 +63,7 @@ def all_tables(summary: Summary) -> list[Table]:
 def cells_table(summary: Summary) -> Table:
     """One row per cell: the figures that matter."""
     headers = (
-        "cell", "boundaries", "τ, tokens per verify step", "τ without loops", "τ by replay", "requests: replay = engine",
+        "cell", "boundaries", "τ, tokens per step", "τ without loops", "τ by replay", "replay = engine, requests",
         "decode speed-up", "end-to-end speed-up", "identical outputs",
     )  # fmt: skip
     return Table("cells", "Cells", "Intervals in brackets.", headers, tuple(_cell_row(c) for c in summary.cells))
@@ -135,9 +141,9 @@ def boundaries_table(summary: Summary) -> Table:
     rows = [
         (
             Entry(c.label),
-            Entry(numbers(m.boundaries.trained)),
+            Entry("not known" if m.boundaries.trained is None else numbers(m.boundaries.trained)),
             Entry(numbers(m.boundaries.predicted)),
-            _match(m),
+            match(m),
             Entry(probe_text(m.boundaries.capture_probe)),
             Entry(probe_text(m.boundaries.serve_probe)),
         )
@@ -154,12 +160,12 @@ def boundaries_table(summary: Summary) -> Table:
 def candidates_table(summary: Summary) -> Table:
     """What replay predicts for other boundaries."""
     rows = [
-        (Entry(c.label), Entry(name, "code"), Entry(_candidate(value)), Entry(figure(m.tau)))
+        (Entry(c.label), Entry(name, note=numbers(value["boundaries"])), _replayed(value), _estimate(figure(m.tau)))
         for c, m in summary.measured
         if m.replay
         for name, value in m.replay.candidates.items()
     ]
-    note = "Acceptance length that replay predicts if the engine fed this instead."
+    note = "Acceptance length that replay predicts if the engine fed these boundaries; b are those that it is fed."
     return Table(
         "candidates", "If the layers were wrong", note, ("cell", "fed", "τ by replay", "τ measured"), tuple(rows)
     )
@@ -173,9 +179,28 @@ def outputs_table(summary: Summary) -> Table:
 
 
 def replay_table(summary: Summary) -> Table:
+    """The engine against replay."""
+    rows = [
+        (
+            Entry(c.label),
+            Entry(f"{m.replay.identical_counters} of {m.replay.requests}"),
+            _estimate(figure(m.replay.paired_diff, 4, True)),
+            Entry(
+                m.replay.verdict, note=f"{m.replay.prompts_needed} prompts needed" if m.replay.prompts_needed else ""
+            ),
+        )
+        for c, m in summary.measured
+        if m.replay
+    ]
+    headers = ("cell", "requests with equal counters", "τ served - τ replayed", "verdict")
+    return Table("replay", "Engine against replay", "Paired by prompt.", headers, tuple(rows))
+
+
+def replay_differences_table(summary: Summary) -> Table:
     """Requests whose counters differ from replay's."""
     listed = [(c.label, d) for c, m in summary.measured if m.replay for d in m.replay.differences]
-    return _listing("replay", "Requests in which replay and engine differ", "", listed)
+    note = "Counters are verify steps, then accepted at each position; gaps are the smallest top-2 logit gaps."
+    return _listing("replay-differences", "Requests in which replay and engine differ", note, listed)
 
 
 def stages_table(summary: Summary) -> Table:
@@ -196,11 +221,11 @@ def stages_table(summary: Summary) -> Table:
 
 
 def probe_text(probe: dict[str, Any] | None) -> str:
-    """A probe's verdict in one line."""
+    """A probe's verdict in one line, with the boundaries that it found."""
     if probe is None:
         return "not run"
-    verdict = probe.get("verdict", probe.get("status"))
-    return _plain(verdict if verdict is not None else probe)
+    found = probe.get("found")
+    return probe["verdict"] if found is None else f"{probe['verdict']}: {numbers(found)}"
 
 
 def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
@@ -213,13 +238,13 @@ def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
         agreed = Entry(f"{replay.identical_counters} of {replay.requests}", note=replay.verdict)
     return (
         Entry(c.name),
-        _match(m),
+        match(m),
         _estimate(figure(m.tau)),
         _estimate(figure(m.tau_without_degenerate)),
         _estimate(figure(replay.tau if replay else None)),
         agreed,
         *_speed_entries(m),
-        Entry(_rate(same.rate), note=f"{len(same.differences)} listed below" if same.differences else ""),
+        Entry(rate(same.rate), note=f"{len(same.differences)} listed below" if same.differences else ""),
     )
 
 
@@ -227,8 +252,9 @@ def _share(i: Interval) -> Entry:
     return Entry(percent(i.value, 1), note=f"[{percent(i.low, 1)}, {percent(i.high, 1)}]")
 
 
-def _rate(rate: float) -> str:
-    return percent(rate, 0 if rate == 1 else 1)
+def rate(share: float) -> str:
+    """Of identical outputs: `100 %` only if it is."""
+    return percent(share, 0 if share == 1 else 1)
 
 
 def _speed_entries(m: Measurement) -> tuple[Entry, Entry]:
@@ -247,7 +273,10 @@ def _estimate(text: str) -> Entry:
     return Entry(value, note=interval)
 
 
-def _match(m: Measurement) -> Entry:
+def match(m: Measurement) -> Entry:
+    """Whether the engine feeds the drafter what it was trained on."""
+    if m.mismatched is None:
+        return Entry("not known", "quiet")
     return Entry("mismatched", "bad") if m.mismatched else Entry("matched", "good")
 
 
@@ -259,10 +288,8 @@ def _listing(id_: str, title: str, note: str, listed: Sequence[tuple[str, dict[s
     return Table(id_, title, note, ("cell", *(k.replace("_", " ") for k in columns)), tuple(rows))
 
 
-def _candidate(value: Any) -> str:
-    if isinstance(value, dict) and {"value", "low", "high"} <= value.keys():
-        return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
-    return _plain(value)
+def _replayed(value: dict[str, Any]) -> Entry:
+    return _estimate(figure(Interval(value["value"], value["low"], value["high"])))
 
 
 def _plain(value: Any) -> str:

@@ -10,14 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from eagle3x.reporting.summary import Measurement, Summary
+from eagle3x.reporting.tables import match
 from eagle3x.reporting.words import NONE, figure, times
 
 
 def show(summary: Summary, run_dir: Path, console: Console) -> None:
     """Print the final table and the sentence."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("cell", overflow="fold", min_width=16)
-    for header in ("τ", "replay", "equal", "decode speed-up"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("cell", overflow="fold")
+    for header in ("τ", "replay", "equal", "speed-up"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("boundaries", no_wrap=True)
     for cell in summary.cells:
@@ -37,11 +38,12 @@ def _figures(m: Measurement) -> tuple[Text, ...]:
     replay = m.replay
     return (
         Text(figure(m.tau)),
-        Text(f"{replay.tau.value:.2f}" if replay and replay.tau else NONE),
+        Text(f"{replay.tau.value:.2f}" if replay else NONE),
         Text(f"{replay.identical_counters}/{replay.requests}" if replay else NONE),
         Text(times(next(iter(m.speedup.values())).decode) if m.speedup else "not measured"),
     )
 
 
 def _match(m: Measurement) -> Text:
-    return Text("mismatched", "bold red") if m.mismatched else Text("matched", "green")
+    said = match(m)
+    return Text(said.text, {"bad": "bold red", "good": "green"}.get(said.tone, ""))

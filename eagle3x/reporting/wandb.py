@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import netrc
 import os
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -68,6 +69,9 @@ def _track(summary: Summary, tracking: Mapping[str, Any], run_dir: Path, mode: M
 
     directory = Path(tracking["dir"] or run_dir)
     directory.mkdir(parents=True, exist_ok=True)
+    if mode == "online" and not logged_in():
+        log("W&B: this machine is not logged in (wandb login), so the run is kept offline")
+        mode = "offline"
     settings = wandb.Settings(
         silent=True,
         console="off",
@@ -79,16 +83,18 @@ def _track(summary: Summary, tracking: Mapping[str, Any], run_dir: Path, mode: M
         x_disable_meta=True,  # it would hold the command line and paths as they were typed
         x_save_requirements=False,
     )
-    with wandb.init(
-        project=tracking["project"],
-        entity=tracking["entity"],
-        tags=list(tracking["tags"]) or None,
-        name=_name(summary),
-        dir=str(directory),
-        mode=mode,
-        config=_config(summary),
-        settings=settings,
-    ) as run:
+    init = partial(
+        wandb.init, project=tracking["project"], entity=tracking["entity"], tags=list(tracking["tags"]) or None,
+        name=_name(summary), dir=str(directory), config=_config(summary), settings=settings,
+    )  # fmt: skip
+    try:
+        opened = init(mode=mode)
+    except wandb.Error as e:
+        if mode == "offline":
+            raise
+        log(f"W&B cannot be reached, so the run is kept offline (wandb sync uploads it): {e}")
+        opened = init(mode="offline")
+    with opened as run:
         run.define_metric("train/step", hidden=True)
         run.define_metric("*", step_metric="train/step")
         for record in _history(summary):
@@ -97,10 +103,9 @@ def _track(summary: Summary, tracking: Mapping[str, Any], run_dir: Path, mode: M
             run.log({f"tables/{table.id}": _table(wandb, table)})
         run.log({"report": wandb.Html(str(run_dir / "report.html"), inject=False)})
         run.summary.update(_figures(summary))
-        artifact = wandb.Artifact(f"report-{run.id}", type="report", description=summary.headline[:1024])
         for name in ("report.html", "report.md", "summary.json"):
-            artifact.add_file(str(run_dir / name))
-        run.log_artifact(artifact)
+            kept = shutil.copy(run_dir / name, run.dir)
+            run.save(kept, base_path=run.dir, policy="now")
 
 
 def _name(summary: Summary) -> str:
@@ -146,12 +151,12 @@ def _figures(summary: Summary) -> dict[str, Any]:
         figures |= {f"{prefix}mismatched": m.mismatched, f"{prefix}slot_use": m.slot_use}
         figures |= {f"{prefix}survival_{i}": s.value for i, s in enumerate(m.survival, 1)}
         figures |= {f"{prefix}speedup_decode@{c}": s.decode.value for c, s in m.speedup.items()}
-        if m.replay and m.replay.tau:
-            figures |= {f"{prefix}tau_replay": asdict(m.replay.tau)["value"]}
+        if m.replay:
+            figures |= {f"{prefix}tau_replay": m.replay.tau.value}
     return figures
 
 
 def _table(wandb: Any, table: Table) -> Any:
     return wandb.Table(
-        columns=list(table.headers), data=[[f"{e.text} {e.note}".strip() for e in row] for row in table.rows]
+        columns=list(table.headers), data=[[e.flat for e in row] for row in table.rows]
     )

@@ -7,19 +7,18 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from eagle3x.benchmark.metrics import acceptance
+from eagle3x.benchmark.cell import summarise
 from eagle3x.benchmark.records import Batch, RequestRecord, append_batch
-from eagle3x.benchmark.statistics import Bootstrap, compare_tau, survival_intervals, tau_interval
 from eagle3x.reporting.cell import Cell
-from eagle3x.types import Completion, SpecCounters, Timing
+from eagle3x.types import Completion, SpecCounters, Timing, total
 
 CATEGORIES = ("chat", "code", "extraction", "maths", "reasoning", "rewriting", "summary", "translation")
-BOOTSTRAP = Bootstrap(400, 0.95, 1)
 MakeCell = Callable[..., Cell]
 
 
@@ -54,68 +53,56 @@ def config(backend: str = "transformers", convention: str = "as_is") -> dict[str
     }
 
 
-def interval(value: float, spread: float) -> dict[str, float]:
-    return {"value": value, "low": value - spread, "high": value + spread}
-
-
 def write_benchmark(
-    folder: Path, alpha: float, wrong: bool, timing: bool, fed: tuple[int, ...], prompts: int, differing: int
+    folder: Path, alpha: float, timing: bool, fed: tuple[int, ...], prompts: int, differing: int, slowdown: float
 ) -> None:
+    """What the benchmark's passes store; its own `summarise` makes cell.json of it."""
     rng = np.random.default_rng(7)  # the same prompts in every cell: differences are paired
     per_prompt = np.clip(rng.normal(alpha, 0.06, prompts), 0.01, 0.9)
     served = [counters(np.random.default_rng(i), a, 34) for i, a in enumerate(per_prompt)]
-    replayed = [
-        c if i >= differing else counters(np.random.default_rng(i + 500), alpha, 35) for i, c in enumerate(served)
-    ]
+    others = {n: [counters(np.random.default_rng(i), a * f, 34) for i, a in enumerate(per_prompt)]
+              for n, f in (("b-1", 0.86), ("b+1", 0.8))}  # fmt: skip
     ids = [f"{CATEGORIES[i % 8]}-{i // 8:02d}" for i in range(prompts)]
     folder.mkdir(parents=True)
-    answers = [
-        RequestRecord(CATEGORIES[i % 8], 40, Completion(ids[i], (5, 2), "stop", Timing(0.0, 0.1, 1.0), c))
-        for i, c in enumerate(served)
-    ]
-    append_batch(folder / "acceptance.jsonl", Batch(0, True, 8, 9.0, None, tuple(answers)))
-    lines = [{"id": n, **asdict(c)} for n, c in zip(ids, replayed, strict=True)]
+    texts = [tuple(int(t) for t in rng.integers(0, 49152, 30)) for _ in ids]
+    texts[3] = (9, 8, 7, 6) * 8
+    for file, drafter in (("acceptance", True), ("baseline", False)):
+        answers = []
+        for i, name in enumerate(ids):
+            text = texts[i] if not (drafter and i == 5) else (*texts[i][:21], 506, *texts[i][22:])
+            gaps = tuple(2.1e-5 if at == 21 else 0.4 for at in range(len(text)))
+            counted = served[i] if drafter else None
+            answer = Completion(name, text, "length", Timing(0.0, 0.1, 1.0), counted, 0, gaps)
+            answers.append(RequestRecord(CATEGORIES[i % 8], 40, answer))
+        append_batch(folder / f"{file}.jsonl", Batch(0, drafter, 8, 9.0, None, tuple(answers)))
+    for leg, drafter in enumerate((False, True, True, False) if timing else ()):
+        took = [float(rng.normal(1.0, 0.03)) * (slowdown if drafter else 1.0) for _ in range(6)]
+        answers = [
+            RequestRecord("chat", 40, Completion(ids[i], (1,) * 24, "length", Timing(0.0, 0.15, 0.15 + t), None))
+            for i, t in enumerate(took)
+        ]
+        totals = total(served) if drafter else None
+        append_batch(folder / "timing.jsonl", Batch(leg, drafter, 1, sum(took), totals, tuple(answers)))
+    lines = []
+    for i, name in enumerate(ids):
+        counted = served[i] if i >= differing else counters(np.random.default_rng(i + 500), alpha, 35)
+        more = {n: asdict(o[i]) for n, o in others.items()}
+        lines.append({"id": name, **asdict(counted), "draft_gap": 1e-5, "others": more})
     (folder / "replay.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figures, again = acceptance(served), acceptance(replayed)
-    groups = {c: [i for i in range(prompts) if CATEGORIES[i % 8] == c] for c in CATEGORIES}
-    cell = {
-        "requests": prompts,
-        "tau": asdict(tau_interval(served, ids, BOOTSTRAP)),
-        "tau_without_degenerate": asdict(tau_interval(served[2:], ids[2:], BOOTSTRAP)),
-        "degenerate_requests": 2,
-        "macro": figures.tau_macro,
-        "survival": [asdict(i) for i in survival_intervals(served, ids, BOOTSTRAP)],
-        "slot_use": figures.slot_use,
-        "draft_efficiency": figures.draft_efficiency,
-        "per_category": {
-            c: asdict(tau_interval([served[i] for i in rows], [ids[i] for i in rows], BOOTSTRAP))
-            for c, rows in groups.items()
-        },
-        "speedup": {"1": {"decode": interval(0.81, 0.035), "end_to_end": interval(0.84, 0.03)}} if timing else None,
-        "identical_outputs": {
-            "rate": 1 - 1 / prompts,
-            "differences": [
-                {"id": ids[5], "position": 31, "baseline_token": 284, "drafter_token": 506, "top2_gap": 2.1e-5,
-                 "near_tie": True, "lossy": False}
-            ],
-        },
-        "replay": {
-            "requests": prompts,
-            "identical_counters": prompts - differing,
-            "differences": [{"id": ids[i], "served": 34, "replayed": 35} for i in range(differing)],
-            "tau": asdict(tau_interval(replayed, ids, BOOTSTRAP)),
-            "survival": list(again.survival),
-            "paired_diff": asdict(compare_tau(served, replayed, ids, BOOTSTRAP).difference),
-            "verdict": "agree",
-            "candidates": {"b-1": interval(figures.tau - 0.06, 0.05), "b+1": interval(figures.tau - 0.08, 0.05)},
-        },
-        "boundaries": {
-            "trained": [2, 14, 26], "predicted": list(fed), "num_blocks": 30,
-            "serve_probe": {"verdict": "wrong" if wrong else "matched"},
-        },
-        "mismatched": wrong,
-    }  # fmt: skip
-    (folder / "cell.json").write_text(json.dumps(cell))
+    context = {
+        "num_speculative_tokens": 3,
+        "engine": {"engine": "transformers", "version": "5.19", "dtype": "float32", "device": "cpu"},
+        "exact": True,
+        "num_blocks": 30,
+        "trained": [2, 14, 26],
+        "predicted": list(fed),
+        "mismatched": fed != (2, 14, 26),
+        "candidates": {"b": list(fed), "b-1": [b - 1 for b in fed], "b+1": [b + 1 for b in fed]},
+    }
+    (folder / "context.json").write_text(json.dumps(context))
+    settings = SimpleNamespace(resamples=400, confidence=0.95, near_tie=1e-4)
+    cell = summarise(folder, cast(Any, SimpleNamespace(benchmark=settings, seed=1)))
+    (folder / "cell.json").write_text(json.dumps(cell, allow_nan=False))
 
 
 def write_metrics(path: Path) -> None:
@@ -152,11 +139,11 @@ def make_cell(tmp_path: Path) -> MakeCell:
 
     def make(
         name: str = "default", *, alpha: float = 0.28, fed: tuple[int, ...] = (2, 14, 26), timing: bool = True,
-        overrides: tuple[str, ...] = (), prompts: int = 48, differing: int = 0, drafter: str = "d0d0",
-        reused: tuple[str, ...] = (), cfg: dict[str, Any] | None = None,
+        overrides: tuple[str, ...] = (), prompts: int = 48, differing: int = 0, slowdown: float = 1.24,
+        drafter: str = "d0d0", reused: tuple[str, ...] = (), cfg: dict[str, Any] | None = None,
     ) -> Cell:  # fmt: skip
         folder = tmp_path / "artifacts" / name.replace("/", "_").replace(" ", "_")
-        write_benchmark(folder / "benchmark", alpha, fed != (2, 14, 26), timing, fed, prompts, differing)
+        write_benchmark(folder / "benchmark", alpha, timing, fed, prompts, differing, slowdown)
         write_metrics(folder / "drafter" / "metrics.jsonl")
         return Cell(
             name=name,
@@ -166,7 +153,7 @@ def make_cell(tmp_path: Path) -> MakeCell:
             manifests=manifests(drafter),
             reused={stage: stage in reused for stage in manifests()},
             training_metrics=folder / "drafter" / "metrics.jsonl",
-            capture_probe={"verdict": "boundaries [2, 14, 26], margin 41x"},
+            capture_probe={"verdict": "matched", "boundaries": [2, 14, 26], "found": [2, 14, 26], "tokens": 64},
             error=None,
         )
 
