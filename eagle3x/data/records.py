@@ -76,9 +76,7 @@ def read_responses(directory: Path, split: Split | None = None) -> list[Response
     """The responses of a split, or of train, val and eval in this order."""
     splits: tuple[Split, ...] = get_args(Split) if split is None else (split,)
     rows = [r for s in splits for r in read_table(response_file(directory, s), RESPONSE_SCHEMA).to_pylist()]
-    return [
-        Response(**{**r, "token_ids": tuple(r["token_ids"]), "loss_mask": tuple(r["loss_mask"])}) for r in rows
-    ]
+    return [Response(**{**r, "token_ids": tuple(r["token_ids"]), "loss_mask": tuple(r["loss_mask"])}) for r in rows]
 
 
 def write_table(table: pa.Table, path: Path) -> None:
