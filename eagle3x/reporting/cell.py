@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,32 @@ class Cell:
     error: str | None
 
 
+def without_credentials(cell: Cell) -> Cell:
+    """The cell as it may be shown and stored."""
+    return replace(
+        cell,
+        name=masked_text(cell.name),
+        overrides=tuple(masked_text(o) for o in cell.overrides),
+        config=masked(cell.config),
+        manifests=masked_strings(cell.manifests),
+        error=None if cell.error is None else masked_text(cell.error),
+    )
+
+
 def save_cell(cell: Cell, run_dir: Path) -> None:
     """Write the cell's record into its run directory, without credentials."""
+    cell = without_credentials(cell)
     record = {
         "record_version": RECORD_VERSION,
         "name": cell.name,
-        "overrides": [masked_text(o) for o in cell.overrides],
-        "config": masked(cell.config),
+        "overrides": list(cell.overrides),
+        "config": cell.config,
         "benchmark_dir": _absolute(cell.benchmark_dir),
-        "manifests": masked_strings(cell.manifests),
+        "manifests": cell.manifests,
         "reused": cell.reused,
         "training_metrics": _absolute(cell.training_metrics),
         "capture_probe": cell.capture_probe,
-        "error": None if cell.error is None else masked_text(cell.error),
+        "error": cell.error,
     }
     write_atomically(run_dir / RECORD, json.dumps(record, indent=1) + "\n")
 

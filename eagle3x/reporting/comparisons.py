@@ -11,7 +11,6 @@ from eagle3x.progress import log
 from eagle3x.reporting.acceptance import Request, read_requests
 from eagle3x.reporting.cell import Cell
 from eagle3x.reporting.confounders import Confounder, confounders, override_map, placement_paths, swept_keys
-from eagle3x.reporting.masking import masked_text
 from eagle3x.reporting.summary import PairedDifference
 
 PLACEMENT = placement_paths(Config)
@@ -85,8 +84,8 @@ def _compare(cells: Sequence[Cell], pair: Pair, own: Sequence[Request], other: S
     if len(replayed) == len(own):
         predicted = compare_tau([a for a, _ in replayed], [b for _, b in replayed], prompts, bootstrap).difference
     return PairedDifference(
-        cell=masked_text(cell.name),
-        baseline=masked_text(baseline.name),
+        cell=cell.name,
+        baseline=baseline.name,
         swept=pair.swept,
         prompts=len(own),
         difference=served.difference,

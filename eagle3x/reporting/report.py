@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from eagle3x.reporting.cell import Cell, load_cells, save_cell, write_atomically
+from eagle3x.reporting.cell import Cell, load_cells, save_cell, without_credentials, write_atomically
 from eagle3x.reporting.comparisons import compare_cells, first_pairs, found_confounders
 from eagle3x.reporting.confounders import short_names
 from eagle3x.reporting.headline import headline
@@ -46,6 +46,7 @@ def write_report(run_dir: Path, cells: Sequence[Cell], command: str) -> Summary:
 
 def summarize(cells: Sequence[Cell], command: str) -> Summary:
     """The records behind every output, from the cells' artifacts."""
+    cells = [without_credentials(c) for c in cells]
     comparisons = compare_cells(cells)
     overrides = [c.overrides for c in cells]
     baselines = first_pairs(overrides)

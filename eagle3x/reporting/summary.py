@@ -12,7 +12,6 @@ from eagle3x.benchmark.statistics import Interval
 from eagle3x.reporting.cell import Cell
 from eagle3x.reporting.confounders import Confounder
 from eagle3x.reporting.curves import Curves, read_curves
-from eagle3x.reporting.masking import masked, masked_text
 from eagle3x.types import EagleError
 
 SCHEMA_VERSION = 1
@@ -194,22 +193,22 @@ class Summary:
 
 
 def summarize_cell(cell: Cell, label: str, found: tuple[Confounder, ...]) -> CellSummary:
-    """Read a cell's artifacts."""
+    """Read a cell's artifacts. The cell must be without credentials already."""
     measured = None if cell.error is not None or cell.benchmark_dir is None else _measurement(cell, cell.benchmark_dir)
     error = cell.error
     if measured is None and error is None:
         error = "no benchmark was made"
     return CellSummary(
-        name=masked_text(cell.name),
+        name=cell.name,
         label=label,
         status="ok" if error is None else "failed",
-        error=None if error is None else masked_text(error),
-        overrides=tuple(masked_text(o) for o in cell.overrides),
+        error=error,
+        overrides=cell.overrides,
         measured=measured,
         stages=_stages(cell),
         curves=None if cell.training_metrics is None else read_curves(cell.training_metrics),
         confounders=found,
-        config=masked(cell.config),
+        config=cell.config,
     )
 
 

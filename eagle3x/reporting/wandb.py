@@ -157,6 +157,4 @@ def _figures(summary: Summary) -> dict[str, Any]:
 
 
 def _table(wandb: Any, table: Table) -> Any:
-    return wandb.Table(
-        columns=list(table.headers), data=[[e.flat for e in row] for row in table.rows]
-    )
+    return wandb.Table(columns=list(table.headers), data=[[e.flat for e in row] for row in table.rows])
