@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from eagle3x.benchmark.statistics import (
     survival_intervals,
     tau_interval,
 )
+from eagle3x.diagnosis.serve_probe import serve_verdict
 from eagle3x.types import SpecCounters, total
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ REPLAY = "replay.jsonl"
 CONTEXT = "context.json"
 CELL = "cell.json"
 SCHEMA_VERSION = 1
+PREDICTED = "b"
+"""The candidate that is predicted to be fed; the others are what replay would see if the layers were wrong."""
 
 
 def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
         [r.completion for r in served],
         cfg.benchmark.near_tie,
     )
-    replay, serve_probe = _replay(directory, served, context, bootstrap)
+    replayed = _read_replay(directory, served, context)
     return {
         "schema_version": SCHEMA_VERSION,
         "requests": len(served),
@@ -87,12 +90,12 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
             "lossy": len(outputs.lossy),
             "differences": [asdict(d) for d in outputs.differences],
         },
-        "replay": replay,
+        "replay": _replay(served, replayed, context, bootstrap),
         "boundaries": {
             "trained": context["trained"],
             "predicted": context["predicted"],
             "num_blocks": context["num_blocks"],
-            "serve_probe": serve_probe,
+            "serve_probe": _serve_probe(counters, replayed, context, bootstrap),
         },
         "mismatched": context["mismatched"],
     }
@@ -152,46 +155,69 @@ def _rates(legs: Sequence[Batch]) -> dict[str, float]:
     }
 
 
-def _replay(
-    directory: Path, served: Sequence[RequestRecord], context: Mapping[str, Any], bootstrap: Bootstrap
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What replay predicted for each request, against what the engine counted; and the serve probe's verdict."""
+@dataclass(frozen=True)
+class _Replayed:
+    """What replay predicts for the served requests, in their order: counters by candidate, each walk's smallest gap."""
+
+    counters: dict[str, list[SpecCounters]]
+    draft_gaps: list[float | None]
+
+
+def _read_replay(directory: Path, served: Sequence[RequestRecord], context: Mapping[str, Any]) -> _Replayed:
     lines = {line["id"]: line for line in read_lines(directory / REPLAY)}
     ordered = [lines[r.id] for r in served]
+    by_name = {PREDICTED: [parse_counters(line) for line in ordered]}
+    for name in context["candidates"]:
+        if name != PREDICTED:
+            by_name[name] = [parse_counters(line["others"][name]) for line in ordered]
+    return _Replayed(by_name, [line["draft_gap"] for line in ordered])
+
+
+def _replay(
+    served: Sequence[RequestRecord], replayed: _Replayed, context: Mapping[str, Any], bootstrap: Bootstrap
+) -> dict[str, Any]:
+    """What replay predicted for each request, against what the engine counted."""
     ids = [r.id for r in served]
-    replayed = [parse_counters(line) for line in ordered]
-    names = [n for n in context["candidates"] if n in ordered[0]["others"]]
-    others = {name: [parse_counters(line["others"][name]) for line in ordered] for name in names}
     counters = [counters_of(r) for r in served]
-    found = agreement(
-        counters, replayed, ids, context["exact"], bootstrap, [others[n] for n in ("b-1", "b+1") if n in others]
-    )
+    predicted = replayed.counters[PREDICTED]
+    others = {name: c for name, c in replayed.counters.items() if name != PREDICTED}
+    neighbours = [others[n] for n in ("b-1", "b+1") if n in others]
+    found = agreement(counters, predicted, ids, context["exact"], bootstrap, neighbours)
     differences = [
         {
             "id": ids[i],
             "served": _walked(counters[i]),
-            "replayed": _walked(replayed[i]),
-            "draft_gap": ordered[i]["draft_gap"],
+            "replayed": _walked(predicted[i]),
+            "draft_gap": replayed.draft_gaps[i],
             "target_gap": min(served[i].completion.top2_gaps or (), default=None),
         }
         for i in found.differing
     ]
-    record = {
+    return {
         "requests": found.requests,
         "identical_counters": found.identical,
         "differences": differences,
-        "tau": asdict(tau_interval(replayed, ids, bootstrap)),
-        "survival": list(acceptance(replayed).survival),
+        "tau": asdict(tau_interval(predicted, ids, bootstrap)),
+        "survival": list(acceptance(predicted).survival),
         "paired_diff": asdict(found.paired_diff),
         "verdict": found.verdict,
         "sentence": found.sentence,
         "prompts_needed": found.prompts_needed,
         "candidates": {
-            name: {"boundaries": context["candidates"][name], **asdict(tau_interval(others[name], ids, bootstrap))}
-            for name in names
+            name: {"boundaries": context["candidates"][name], **asdict(tau_interval(c, ids, bootstrap))}
+            for name, c in others.items()
         },
     }
-    return record, None
+
+
+def _serve_probe(
+    counters: Sequence[SpecCounters], replayed: _Replayed, context: Mapping[str, Any], bootstrap: Bootstrap
+) -> dict[str, Any] | None:
+    """Which boundaries the engine feeds, judged by all requests; None if replay had one candidate alone."""
+    by_boundaries = {tuple(context["candidates"][name]): c for name, c in replayed.counters.items()}
+    if len(by_boundaries) < 2:
+        return None
+    return serve_verdict(counters, by_boundaries, tuple(context["predicted"]), context["exact"], bootstrap).as_dict()
 
 
 def _walked(counters: SpecCounters) -> list[int]:

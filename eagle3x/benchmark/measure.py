@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from eagle3x.benchmark.cell import ACCEPTANCE, BASELINE, CELL, CONTEXT, REPLAY, TIMING, summarise
+from eagle3x.benchmark.cell import ACCEPTANCE, BASELINE, CELL, CONTEXT, PREDICTED, REPLAY, TIMING, summarise
 from eagle3x.benchmark.records import RequestRecord, append_lines, read_batches, read_lines, requests
 from eagle3x.benchmark.runner import Workload, acceptance_pass, timing_legs, timing_pass
-from eagle3x.capture import CaptureError, Reader, default_boundaries
+from eagle3x.capture import Reader
 from eagle3x.data.records import read_responses
+from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
 from eagle3x.engines import adapter
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
@@ -42,8 +43,6 @@ TEXTS = "texts.jsonl"
 FEWEST_PROMPTS = 2
 REPLAYED_TOGETHER = 16
 """Requests whose states are in memory at once."""
-PREDICTED = "b"
-"""The candidate that is predicted to be fed; the others are what replay would see if the layers were wrong."""
 
 
 def make(run: StageRun) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def make(run: StageRun) -> dict[str, Any]:
     fed = export.fed(_reader(identity, target.model_class))
     if fed.predicted is None:
         raise EagleError(f"this drafter cannot be served here: {fed.refused}")
-    candidates = candidate_boundaries(fed.predicted, export.trained, export.num_blocks)
+    asked = candidate_boundaries(fed.predicted, export.trained, export.num_blocks)
     context = {
         "num_speculative_tokens": cfg.speculation.num_speculative_tokens,
         "engine": identity,
@@ -68,7 +67,7 @@ def make(run: StageRun) -> dict[str, Any]:
         "trained": None if export.trained is None else list(export.trained),
         "predicted": list(fed.predicted),
         "mismatched": fed.mismatched,
-        "candidates": {name: list(boundaries) for name, boundaries in candidates.items()},
+        "candidates": {name: list(boundaries) for name, boundaries in asked.items()},
     }
     (run.work / CONTEXT).write_text(json.dumps(context, indent=1) + "\n", encoding="utf-8")
 
@@ -84,7 +83,7 @@ def make(run: StageRun) -> dict[str, Any]:
             stack.close()  # two engines need not fit into the memory together
             reference = reference_slot(slot)
             engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware))
-        _replay_pass(run, engine, export, candidates)
+        _replay_pass(run, engine, export, asked)
     cell = summarise(run.work, cfg)
     (run.work / CELL).write_text(json.dumps(cell, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     tau = cell["tau"]
@@ -107,18 +106,12 @@ def spread(items: Sequence[T], categories: Sequence[str], limit: int | None) -> 
 def candidate_boundaries(
     predicted: tuple[int, ...], trained: tuple[int, ...] | None, num_blocks: int
 ) -> dict[str, tuple[int, ...]]:
-    """What replay is asked for, by name: `b` as predicted, `b-1`, `b+1`, the boundaries trained on, the engines'
-    default. Those that the target does not have, of another number, or the same as an earlier one are left out."""
-    asked = {PREDICTED: predicted, "b-1": tuple(b - 1 for b in predicted), "b+1": tuple(b + 1 for b in predicted)}
-    if trained is not None:
-        asked["trained"] = trained
-    with suppress(CaptureError):  # a target of very few blocks has no default
-        asked["default"] = default_boundaries(num_blocks)
-    found: dict[str, tuple[int, ...]] = {}
-    for name, boundaries in asked.items():
-        exists = min(boundaries) >= 0 and max(boundaries) <= num_blocks
-        if exists and len(boundaries) == len(predicted) and boundaries not in found.values():
-            found[name] = boundaries
+    """What replay is asked for, by name: `b` as predicted, `b-1`, `b+1`, the engines' `default`, and the boundaries
+    `trained` on. Those that the target does not have, of another number, or the same as another are left out."""
+    shifted = {tuple(b + by for b in predicted): f"{PREDICTED}{by:+d}" if by else PREDICTED for by in (0, -1, 1)}
+    found = {shifted.get(c, "default"): c for c in candidates(predicted, num_blocks)}
+    if trained is not None and len(trained) == len(predicted) and trained not in found.values():
+        found["trained"] = trained
     return found
 
 
@@ -216,7 +209,7 @@ def _text(response: Response, output: tuple[int, ...]) -> tuple[int, ...]:
     return response.token_ids[: response.prompt_tokens] + output
 
 
-def _replay_pass(run: StageRun, engine: Engine, export: Export, candidates: Mapping[str, tuple[int, ...]]) -> None:
+def _replay_pass(run: StageRun, engine: Engine, export: Export, asked: Mapping[str, tuple[int, ...]]) -> None:
     """Counters of every request by replay, at each candidate's boundaries, from reference states of the served text."""
     from eagle3x.diagnosis.replay import counters, replay, replay_detailed
     from eagle3x.drafters.checkpoint import load
@@ -228,7 +221,7 @@ def _replay_pass(run: StageRun, engine: Engine, export: Export, candidates: Mapp
     if not todo:
         return
     drafter = load(export.directory, run.target).eval().requires_grad_(False)
-    union = sorted({b for boundaries in candidates.values() for b in boundaries})
+    union = sorted({b for boundaries in asked.values() for b in boundaries})
     parts = [todo[i : i + REPLAYED_TOGETHER] for i in range(0, len(todo), REPLAYED_TOGETHER)]
     for part in track(parts, "replay", len(parts)):
         samples = [
@@ -241,8 +234,8 @@ def _replay_pass(run: StageRun, engine: Engine, export: Export, candidates: Mapp
             for record in part:
                 yield _sample(record, states[record.id].token_ids, _columns(states[record.id].aux, union, boundaries))
 
-        steps = replay_detailed(drafter, fed(candidates[PREDICTED]), k)
-        others = {name: replay(drafter, fed(b), k) for name, b in candidates.items() if name != PREDICTED}
+        steps = replay_detailed(drafter, fed(asked[PREDICTED]), k)
+        others = {name: replay(drafter, fed(b), k) for name, b in asked.items() if name != PREDICTED}
         append_lines(
             file,
             [
