@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from eagle3x.diagnosis import replay as module
 from eagle3x.diagnosis.replay import ReplaySample, VerifyStep, counters, replay, replay_detailed, walk
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.eagle3 import Eagle3
-from eagle3x.types import EagleError, SpecCounters
+from eagle3x.targets import Target
+from eagle3x.types import EagleError, Request, SpecCounters, TokenSample
 
 BOUNDARIES = (1, 2, 3)
 VOCAB, DRAFT_VOCAB = 7, 5
@@ -166,7 +170,7 @@ def test_against_a_step_by_step_loop(k: int, variant: dict[str, bool], monkeypat
     reference = ChainDrafter(drafter)
     generator = torch.Generator().manual_seed(11)
     samples, expected, expected_steps = [], [], []
-    for i in range(9):
+    for i in range(7):
         prompt = torch.randint(0, VOCAB, (2 + i,), generator=generator).tolist()
         stop = i % VOCAB if i % 2 else None
         response, counted, steps = speculate(target, reference, prompt, k, max_tokens=2 + i, stop=stop)
@@ -235,3 +239,35 @@ def test_text_must_go_on() -> None:
         replay(make_drafter(0), [ReplaySample("x", tokens, states[:5], 2, 2)], 3)
     with pytest.raises(ValueError, match="at least one"):
         replay(make_drafter(0), [], 0)
+
+
+@pytest.mark.parametrize(("k", "variant"), [(3, {}), (5, {"norm_output": True})])
+def test_against_the_reference_engine(k: int, variant: dict[str, bool]) -> None:
+    """The transformers engine drafts token by token, batched, with caches, in float32: every counter is the same."""
+    from eagle3x.engines.transformers_capture import capture
+    from eagle3x.engines.transformers_decoding import decode
+    from eagle3x.engines.transformers_model import GROUPED_SDPA, TargetModel
+    from eagle3x.engines.transformers_speculation import ChainDrafter as EngineDrafter
+
+    model = tiny_model().float()
+    model.set_attn_implementation(GROUPED_SDPA)
+    target = cast(Target, SimpleNamespace(eos_token_ids=(3,), max_position_embeddings=256, name="tiny"))
+    engine, drafter = TargetModel(model, "sdpa"), make_drafter(1, **variant).float()
+    rng = random.Random(k)
+    requests = [
+        Request(str(i), tuple(rng.randrange(VOCAB) for _ in range(rng.randint(2, 20))), rng.randint(1, 40))
+        for i in range(40)
+    ]
+    served = {c.id: c for c in decode(engine, target, requests, 8, EngineDrafter(drafter, BOUNDARIES, k))}
+    texts = {r.id: r.prompt_ids + served[r.id].token_ids for r in requests}
+    more = [Request(r.id, texts[r.id], k, ignore_eos=True) for r in requests]
+    texts = {c.id: texts[c.id] + c.token_ids for c in decode(engine, target, more, 8, None)}
+    states = capture(engine, target, [TokenSample(i, text) for i, text in texts.items()], BOUNDARIES, 8)
+    aux = {s.id: s.aux for s in states}
+    samples = [
+        ReplaySample(r.id, torch.tensor(texts[r.id]), aux[r.id], len(r.prompt_ids), len(served[r.id].token_ids))
+        for r in requests
+    ]
+    assert replay(drafter, samples, k) == [served[r.id].counters for r in requests]
+    finishes = {c.finish for c in served.values()}
+    assert finishes == {"stop", "length"}
