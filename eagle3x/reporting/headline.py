@@ -18,6 +18,9 @@ def headline(cells: Sequence[CellSummary], comparisons: Sequence[PairedDifferenc
     if not measured:
         return f"All {len(cells)} cells failed; the first: {_failure(cells[0])}"
     parts = [_best(measured), *_wrong(measured, comparisons)]
+    contradicted = [c.label for c, m in measured if m.boundaries.contradiction]
+    if contradicted:
+        parts.append(f"the serve probe contradicts the predicted boundaries in “{'”, “'.join(contradicted)}”")
     if failed:
         parts.append(f"{len(failed)} of {len(cells)} cells failed")
     return "; ".join(parts)
@@ -50,6 +53,8 @@ def _one(m: Measurement) -> str:
     parts = [f"tau {figure(m.tau)} on {count(m.requests, 'prompt')}: {extra(m)}"]
     if m.mismatched:
         parts.append("MISMATCHED: the engine is fed other boundaries than the drafter was trained on")
+    if m.boundaries.contradiction:
+        parts.append(f"serve probe: {m.boundaries.contradiction}")
     parts.append(agreement(m))
     parts.append(speed(m, next(iter(m.speedup))) if m.speedup else "speed not measured")
     return "; ".join(parts)

@@ -113,7 +113,7 @@ def _one(m: Measurement) -> list[Tile]:
     found.append(Tile("identical outputs", rate(same.rate), note, tone))
     said = match(m)
     trained = "not known" if m.boundaries.trained is None else numbers(m.boundaries.trained)
-    found.append(Tile("boundaries", said.text, f"trained {trained}, fed {numbers(m.boundaries.predicted)}", said.tone))
+    found.append(Tile("boundaries", said.text, f"trained {trained}, fed {numbers(m.boundaries.fed)}", said.tone))
     return found
 
 

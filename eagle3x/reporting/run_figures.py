@@ -34,14 +34,14 @@ def boundary_figure(summary: Summary) -> Figure:
     for i, (cell, m) in enumerate(measured):
         _boundaries(canvas, top + step * i, cell.label, m.boundaries, match(m))
     said = "; ".join(
-        f"{c.label}: trained on {numbers(m.boundaries.trained or ())}, fed {numbers(m.boundaries.predicted)}"
+        f"{c.label}: trained on {numbers(m.boundaries.trained or ())}, fed {numbers(m.boundaries.fed)}"
         for c, m in measured
     )
     return Figure(
         "boundaries",
         "Boundaries: trained on and fed",
         "Boundary b is the residual stream after b of the target's blocks. Above: what the drafter learned from."
-        " Below: what the engine is predicted to feed it. Red links are columns that"
+        " Below: what the engine feeds it: as predicted, or as the serve probe found. Red links are columns that"
         " are not what the drafter learned.",
         canvas.render(f"Boundaries of the residual stream. {said}."),
     )
@@ -180,11 +180,11 @@ def _boundaries(canvas: Canvas, top: float, name: str, b: Boundaries, said: Entr
         canvas.line(scale(0), y, scale(last), y, "rail")
         for boundary in range(last + 1):
             canvas.line(scale(boundary), y - 3, scale(boundary), y + 3, "rail")
-    for learned, fed in zip(trained, b.predicted, strict=False):
+    for learned, fed in zip(trained, b.fed, strict=False):
         canvas.curve(scale(learned), upper, scale(fed), lower, "bad-link" if learned != fed else "good-link")
-    for values, y, dy in ((trained, upper, -10), (b.predicted, lower, 19)):
+    for values, y, dy in ((trained, upper, -10), (b.fed, lower, 19)):
         for boundary in values:
-            css = "good-dot" if said.tone != "bad" or boundary in set(trained) & set(b.predicted) else "bad-dot"
+            css = "good-dot" if said.tone != "bad" or boundary in set(trained) & set(b.fed) else "bad-dot"
             canvas.dot(scale(boundary), y, css, f"boundary {boundary} of {last}", 5.5)
             canvas.text(scale(boundary), y + dy, str(boundary), "tick strong", "middle")
 

@@ -81,6 +81,18 @@ class Boundaries:
     capture_probe: dict[str, Any] | None
     serve_probe: dict[str, Any] | None
 
+    @property
+    def contradiction(self) -> str | None:
+        """The serve probe's sentence if the engine's counters are those of other boundaries than predicted."""
+        probe = self.serve_probe
+        return probe["sentence"] if probe is not None and probe["verdict"] == "wrong" else None
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        """As predicted, or as the serve probe found if it contradicts."""
+        probe = self.serve_probe
+        return tuple(probe["fed"]) if probe is not None and self.contradiction else self.predicted
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -221,11 +221,11 @@ def stages_table(summary: Summary) -> Table:
 
 
 def probe_text(probe: dict[str, Any] | None) -> str:
-    """A probe's verdict in one line, with the boundaries that it found."""
+    """A probe's verdict in one line."""
     if probe is None:
         return "not run"
     found = probe.get("found")
-    return probe["verdict"] if found is None else f"{probe['verdict']}: {numbers(found)}"
+    return probe.get("sentence") or (probe["verdict"] if found is None else f"{probe['verdict']}: {numbers(found)}")
 
 
 def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
@@ -275,6 +275,8 @@ def _estimate(text: str) -> Entry:
 
 def match(m: Measurement) -> Entry:
     """Whether the engine feeds the drafter what it was trained on."""
+    if m.boundaries.contradiction:
+        return Entry("contradicted", "bad")
     if m.mismatched is None:
         return Entry("not known", "quiet")
     return Entry("mismatched", "bad") if m.mismatched else Entry("matched", "good")
@@ -295,6 +297,8 @@ def _replayed(value: dict[str, Any]) -> Entry:
 def _plain(value: Any) -> str:
     if value is None:
         return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return minus(f"{value:.4g}")
     if isinstance(value, str | int):

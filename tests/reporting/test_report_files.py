@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from eagle3x.benchmark.statistics import Interval
 from eagle3x.reporting import report
+from eagle3x.reporting.curves import Curves
 from eagle3x.reporting.figures import acceptance_figures
 from eagle3x.reporting.html import html_report, tiles
 from eagle3x.reporting.markdown import fence, inline, markdown_report
 from eagle3x.reporting.run_figures import run_figures
+from eagle3x.reporting.summary import SpeedUp
 from eagle3x.reporting.terminal import show
 
 VOID = {"meta", "line", "circle", "rect", "path", "br", "link", "img"}
@@ -178,3 +182,38 @@ def test_the_terminal_shows_table_and_sentence(make_cell: Any, failed_cell: Any,
     assert "failed" in said
     assert " ".join(summary.headline.split()) in " ".join(said.split())
     assert str(tmp_path / "report.html") in said.replace("\n", "")
+
+
+@pytest.mark.parametrize("tau", [1.0, 4.0])
+def test_nothing_and_everything_accepted_can_be_drawn(make_cell: Any, tau: float) -> None:
+    summary = report.summarize([make_cell()], "x")
+    measured = summary.measured[0][1]
+    flat, share = Interval(tau, tau, tau), (tau - 1) / 3
+    assert measured.replay is not None
+    extreme = replace(
+        measured,
+        tau=flat,
+        tau_without_degenerate=None,
+        survival=(Interval(share, share, share),) * 3,
+        per_category={"chat": flat},
+        speedup={"1": SpeedUp(Interval(1.0, 1.0, 1.0), Interval(1.0, 1.0, 1.0), None, 2)},
+        replay=replace(measured.replay, tau=flat, survival=(share,) * 3),
+    )
+    curves = Curves(loss=(((0, 2.0),),), val_tau=((0, 1.0),))
+    changed = replace(summary, cells=(replace(summary.cells[0], measured=extreme, curves=curves),))
+    text = html_report(changed)
+    assert Page(text).open == []
+    assert f"{tau:.2f} [{tau:.2f}, {tau:.2f}]" in text
+    assert "nan" not in text
+
+
+def test_a_contradicting_serve_probe_is_told_first(make_cell: Any) -> None:
+    cell = make_cell()
+    record = json.loads((cell.benchmark_dir / "cell.json").read_text())
+    record["boundaries"]["serve_probe"] = {"verdict": "wrong", "fed": [3, 15, 27], "sentence": "WRONG, fed [3, 15, 27]"}
+    (cell.benchmark_dir / "cell.json").write_text(json.dumps(record))
+    summary = report.summarize([cell], "x")
+    assert "; serve probe: WRONG, fed [3, 15, 27]; replay" in summary.headline
+    assert '<span class="mark bad">contradicted</span>' in html_report(summary)
+    (figure,) = [f for f in run_figures(summary) if f.id == "boundaries"]
+    assert [a["class"] for a in Page(figure.svg).all("path")] == ["bad-link"] * 3
