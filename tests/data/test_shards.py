@@ -184,10 +184,21 @@ def test_an_error_leaves_the_directory_open(tmp_path: Path) -> None:
     assert not (tmp_path / "index.json").exists()
 
 
-def test_a_shard_without_its_part_is_written_again(tmp_path: Path) -> None:
-    """The kill between the shard's rename and its part's."""
-    (tmp_path / "shard-00000.safetensors").write_bytes(b"no part says what this is")
-    (tmp_path / "shard-00001.new").write_bytes(b"half")
+@pytest.mark.parametrize("step", ["publish", "write_json"])
+def test_a_shard_that_was_not_finished_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Killed before the shard's rename, and between it and that of its part: in both cases the sample is not done."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards_module, step, killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, [3], max_tokens=100)
+    monkeypatch.undo()
+    assert [p.suffix for p in tmp_path.iterdir()] == [{"publish": ".new", "write_json": ".safetensors"}[step]]
+    assert not ShardWriter(tmp_path, SPEC, 100).done_ids
     write(tmp_path, [3, 2], max_tokens=100)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
     Shards(tmp_path).verify()
