@@ -1,10 +1,10 @@
-"""From conversations to token ids and loss masks, by the target's own chat template.
+r"""From conversations to token ids and loss masks, by the target's own chat template.
 
 A loss mask is true exactly for the tokens that the assistant writes: its text and the stop token after it, neither the
 header before it nor the newline that a template puts behind it. For ChatML ('·' false, '^' true):
 
-    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n
-    ································································^^^^^^^^^^^^^^^^··
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+    ·······················································^^^^^^^^^^^^^^^^··
 
 No template's markup is known here. The text of a turn is what the template adds to the conversation before it, and that
 this is so (each conversation renders to a beginning of the longer one) is verified for every sample: a template that
