@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from eagle3x.reporting.curves import Curves
+from eagle3x.reporting.curves import Curves, thinned
 from eagle3x.reporting.figures import COLOURS, WIDTH, Figure
 from eagle3x.reporting.summary import STAGES, Boundaries, CellSummary, Summary
 from eagle3x.reporting.svg import Canvas, Scale, fitted, padded
 from eagle3x.reporting.tables import Entry, match
 from eagle3x.reporting.words import MINUS, numbers, seconds
+
+MOST_POINTS = 150
+"""Of a curve: more would be noise, and a page too big to mail."""
 
 
 def run_figures(summary: Summary) -> list[Figure]:
@@ -54,7 +57,8 @@ def loss_figure(trained: list[tuple[str, Curves]]) -> Figure:
     canvas = Canvas(WIDTH, (height + head + 22) * len(trained))
     for panel, (name, curves) in enumerate(trained):
         top = head + (height + head + 22) * panel
-        points = [p for line in curves.loss for p in line]
+        lines = [thinned(line, MOST_POINTS) for line in curves.loss]
+        points = [p for line in lines for p in line]
         last = max(s for s, _ in points)
         x = Scale(0, max(last, 1), left, right)
         y = Scale(*padded(min(v for _, v in points), max(v for _, v in points)), top + height - 24, top)
@@ -62,18 +66,20 @@ def loss_figure(trained: list[tuple[str, Curves]]) -> Figure:
             canvas.text(left, top - 28, f"drafter {panel + 1}: {fitted(name, 56)}", "name")
         canvas.y_axis(y, left, right, "cross-entropy, nats")
         canvas.x_axis(x, top + height - 24, top, "optimizer step")
-        ends = _spread([y(line[-1][1]) for line in curves.loss], 14)
-        for k, line in enumerate(curves.loss):
+        ends = _spread([y(line[-1][1]) for line in lines], 14)
+        for k, line in enumerate(lines):
             canvas.path([(x(s), y(v)) for s, v in line], f"c{k % COLOURS} curve")
             canvas.text(right + 8, ends[k] + 4, f"TTT step {k}", f"c{k % COLOURS} own")
     said = "; ".join(
         f"{name}: " + ", ".join(f"step {k} from {line[0][1]:.2f} to {line[-1][1]:.2f}" for k, line in enumerate(c.loss))
         for name, c in trained
     )
+    diverged = [f" Drafter of “{n}” diverged at step {c.diverged_at}." for n, c in trained if c.diverged_at is not None]
     return Figure(
         "loss",
         "Training loss by TTT step",
-        f"Step 0 reads the target's states, step k the drafter's own output of step k {MINUS} 1.",
+        f"Step 0 reads the target's states, step k the drafter's own output of step k {MINUS} 1."
+        " Means over runs of optimizer steps." + "".join(diverged),
         canvas.render(f"Training loss in nats. {said}."),
     )
 
@@ -160,7 +166,7 @@ def _drafters(summary: Summary) -> list[tuple[str, Curves]]:
     """Each trained drafter once, named after the first cell that uses it."""
     found: dict[str, tuple[str, Curves]] = {}
     for cell in summary.cells:
-        if cell.curves is not None and cell.curves.loss:
+        if cell.curves is not None and cell.curves.loss and all(cell.curves.loss):
             found.setdefault(_drafter_key(cell), (cell.label, cell.curves))
     return list(found.values())
 

@@ -218,10 +218,15 @@ def summarize_cell(cell: Cell, label: str, found: tuple[Confounder, ...]) -> Cel
         overrides=cell.overrides,
         measured=measured,
         stages=_stages(cell),
-        curves=None if cell.training_metrics is None else read_curves(cell.training_metrics),
+        curves=_curves(cell.training_metrics),
         confounders=found,
         config=cell.config,
     )
+
+
+def _curves(metrics: Path | None) -> Curves | None:
+    """A pretrained drafter's artifact has no metrics."""
+    return read_curves(metrics) if metrics is not None and metrics.is_file() else None
 
 
 def _measurement(cell: Cell, directory: Path) -> Measurement:

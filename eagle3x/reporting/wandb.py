@@ -133,12 +133,15 @@ def _history(summary: Summary) -> list[dict[str, float]]:
 
 def _points(cell: CellSummary, suffix: str) -> list[dict[str, float]]:
     assert cell.curves is not None
+    curves = cell.curves
+    named = {"train/learning_rate": curves.learning_rate, "val/tau": curves.val_tau}
+    named |= {f"train/loss_ttt_{k}": line for k, line in enumerate(curves.loss)}
+    named |= {f"train/accuracy_ttt_{k}": line for k, line in enumerate(curves.accuracy)}
+    named |= {f"val/survival_{i}": line for i, line in enumerate(curves.val_survival, 1)}
     points: dict[int, dict[str, float]] = {}
-    for k, line in enumerate(cell.curves.loss):
+    for name, line in named.items():
         for step, value in line:
-            points.setdefault(step, {})[f"train/loss_ttt_{k}{suffix}"] = value
-    for step, value in cell.curves.val_tau:
-        points.setdefault(step, {})[f"val/tau{suffix}"] = value
+            points.setdefault(step, {})[f"{name}{suffix}"] = value
     return [{"train/step": step, **points[step]} for step in sorted(points)]
 
 

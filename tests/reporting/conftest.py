@@ -106,14 +106,18 @@ def write_benchmark(
 
 
 def write_metrics(path: Path) -> None:
-    lines = []
-    for step in range(0, 401, 8):
+    lines: list[dict[str, Any]] = [{"step": 0, "val": {"tau": 1.04, "survival": [0.03, 0.01, 0.0], "categories": {}}}]
+    for step in range(1, 401):
         fall = float(np.exp(-step / 110))
-        lines.append({"step": step, "losses": [2.3 + 3.4 * fall + 0.32 * k * (1 - fall / 2) for k in range(3)]})
-        if step % 80 == 0 and step:
-            lines.append(
-                {"step": step, "val_tau": 1.42 - 0.4 * float(np.exp(-step / 120)) - (0.02 if step == 400 else 0)}
-            )
+        losses = [2.3 + 3.4 * fall + 0.32 * k * (1 - fall / 2) for k in range(3)]
+        shares = [0.4 - 0.3 * fall - 0.05 * k for k in range(3)]
+        lines.append(
+            {"step": step, "tokens": 1024 * step, "learning_rate": 1e-3 * (1 - step / 400), "loss": losses,
+             "accuracy": shares, "rows": [300, 250, 200], "seconds": 0.3 * step}
+        )  # fmt: skip
+        if step % 80 == 0:
+            tau = 1.42 - 0.4 * float(np.exp(-step / 120)) - (0.02 if step == 400 else 0)
+            lines.append({"step": step, "val": {"tau": tau, "survival": [0.2, 0.1, 0.05], "categories": {}}})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

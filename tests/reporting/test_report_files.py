@@ -199,7 +199,7 @@ def test_nothing_and_everything_accepted_can_be_drawn(make_cell: Any, tau: float
         speedup={"1": SpeedUp(Interval(1.0, 1.0, 1.0), Interval(1.0, 1.0, 1.0), None, 2)},
         replay=replace(measured.replay, tau=flat, survival=(share,) * 3),
     )
-    curves = Curves(loss=(((0, 2.0),),), val_tau=((0, 1.0),))
+    curves = Curves(((((1, 2.0),)),), (), (), ((0, 1.0),), (), None)
     changed = replace(summary, cells=(replace(summary.cells[0], measured=extreme, curves=curves),))
     text = html_report(changed)
     assert Page(text).open == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -83,9 +84,10 @@ def test_offline_run_holds_config_curves_and_tables_and_no_secret(make_cell: Any
     assert config["train"]["ttt_steps"] == 3
     assert config["serve"]["backend"]["engine_args"] == {"api_key": "***", "max_model_len": 512}
     losses = [r["train/loss_ttt_0"] for r in history if "train/loss_ttt_0" in r]
-    assert len(losses) == 51
-    assert losses[0] == pytest.approx(5.7)
-    assert [r["train/step"] for r in history if "val/tau" in r] == [80, 160, 240, 320, 400]
+    assert len(losses) == 400
+    assert losses[0] == pytest.approx(2.3 + 3.4 * math.exp(-1 / 110))
+    assert history[1]["train/learning_rate"] == pytest.approx(1e-3 * 399 / 400)
+    assert [r["train/step"] for r in history if "val/tau" in r] == [0, 80, 160, 240, 320, 400]
     assert any("tables/cells" in r for r in history)
     assert any("report" in r for r in history)
     measured = json.loads((run_dir / "summary.json").read_text())["cells"][0]
