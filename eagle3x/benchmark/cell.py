@@ -181,8 +181,7 @@ def _replay(
     counters = [counters_of(r) for r in served]
     predicted = replayed.counters[PREDICTED]
     others = {name: c for name, c in replayed.counters.items() if name != PREDICTED}
-    neighbours = [others[n] for n in ("b-1", "b+1") if n in others]
-    found = agreement(counters, predicted, ids, context["exact"], bootstrap, neighbours)
+    found = agreement(counters, predicted, ids, context["exact"], bootstrap)
     differences = [
         {
             "id": ids[i],

@@ -27,9 +27,7 @@ POWER = 0.8
 """Chance to see a difference of the size that is called detectable."""
 EXACT_SHARE = 0.98
 HALF_WIDTH = 0.02
-NEIGHBOUR_GAP = 0.04
-"""Agreement: share of equal requests (float32), half-width of the paired difference and the difference between
-neighbouring boundaries from which on they must be told apart (bfloat16)."""
+"""Agreement: share of equal requests (float32), and half-width of the paired difference (bfloat16)."""
 
 
 @dataclass(frozen=True)
@@ -275,13 +273,12 @@ def agreement(
     prompts: Sequence[str],
     exact: bool,
     bootstrap: Bootstrap,
-    neighbours: Sequence[Sequence[SpecCounters]] = (),
 ) -> Agreement:
     """Does the engine accept what replay predicts? Row i of all is the same request.
 
     exact (float32 on a CPU): V and every A_i equal in at least 98 % of the requests. Else (bfloat16): the paired
-    difference served - replayed has an interval that contains 0, a half-width of at most 0.02, and excludes what
-    replay predicts for the boundaries b-1 and b+1 (`neighbours`) wherever that differs by more than 0.04.
+    difference served - replayed has an interval that contains 0 and a half-width of at most 0.02. So it excludes every
+    figure beyond 0.04: what replay predicts for the boundaries b-1 and b+1 too, wherever that differs by more.
     """
     n = len(served)
     differing = tuple(i for i in range(n) if _walk(served[i]) != _walk(replayed[i]))
@@ -298,16 +295,10 @@ def agreement(
         return result(verdict, f"{verdict}: counters equal in {identical} of {n} requests; {said}")
     if not difference.contains(0):
         return result("differ", f"differ: {said}")
-    wanted = HALF_WIDTH
-    base = tau_columns(replayed).sum(0)
-    for counters in neighbours:
-        other = tau_columns(counters).sum(0)
-        gap = other[0] / other[1] - base[0] / base[1]
-        if abs(gap) > NEIGHBOUR_GAP and difference.contains(gap):
-            wanted = min(wanted, abs(gap - difference.value) / 2)
-    if wanted == HALF_WIDTH and difference.half_width <= HALF_WIDTH:
+    if difference.half_width <= HALF_WIDTH:
         return result("agree", f"agree: {said}")
-    needed = max(len(sums) + 1, ceil(len(sums) * (difference.half_width / max(wanted, 1e-4)) ** 2))
+    clusters = len(sums)
+    needed = max(clusters + 1, ceil(clusters * (difference.half_width / HALF_WIDTH) ** 2))
     return result("cannot tell", f"cannot tell: {needed} prompts needed; {said}", needed)
 
 

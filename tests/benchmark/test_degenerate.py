@@ -35,6 +35,8 @@ PROSE = list(range(100, 130))
         ([x for i in range(9) for x in (1, 2, 200 + i, 3)], None),
         # A loop within a loop: the longest tail is taken. aab aab aab aab aab
         ([*PROSE, *[4, 4, 9] * 5], 30),
+        # Every round of 14 ends in a shorter loop: still the longest tail.
+        (([1, 2] + [7] * 12) * 3, 0),
         # The text before happens to fit the loop's last token: the tail begins with it.
         ([*PROSE, 2, *[1, 2] * 6], 30),
     ],

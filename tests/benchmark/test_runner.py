@@ -123,6 +123,16 @@ def test_totals_that_lag_behind_are_waited_for(tmp_path: Path, per_request: bool
     assert sum(b.totals.verify_steps for b in batches) == 4
 
 
+def test_totals_are_read_until_they_stand_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An engine adds up its counters one after the other: the first reading already explains the output.
+    before, half, whole = (SpecCounters(9, 27, (3, 2, 1)) + c for c in (SpecCounters(0, 0, (0, 0, 0)),
+                           SpecCounters(2, 6, (1, 1, 0)), SpecCounters(2, 6, (2, 2, 1))))  # fmt: skip
+    readings = iter([before, before, half, whole, whole, whole])
+    monkeypatch.setattr(Scripted, "totals", lambda self: next(readings))
+    (batch,) = accept(Scripted(True, [], per_request_counters=False), workload(1), tmp_path / "a")
+    assert batch.totals == SpecCounters(2, 6, (2, 2, 1))
+
+
 @pytest.mark.parametrize("per_request", [True, False])
 def test_counters_that_never_come_are_an_error(tmp_path: Path, per_request: bool) -> None:
     endpoint = Scripted(True, [], per_request_counters=per_request, lost=True)
