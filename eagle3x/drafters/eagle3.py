@@ -137,14 +137,18 @@ class Eagle3(nn.Module):
         self.register_buffer("d2t", torch.zeros(arch.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(arch.vocab_size) < arch.draft_vocab_size)
 
-    def fuse(self, aux: Tensor) -> Tensor:
-        """States of the boundaries [..., A*Ht] -> the hidden state that the block reads [..., H]."""
+    def fc_input(self, aux: Tensor) -> Tensor:
+        """States of the boundaries [..., A*Ht], normed as the variant says: what fc reads."""
         if self.input_norm is not None:
             aux = self.input_norm(aux)
         if self.fc_norm is not None:
             parts = aux.chunk(self.arch.num_aux, dim=-1)
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(aux)
+        return aux
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """States of the boundaries [..., A*Ht] -> the hidden state that the block reads [..., H]."""
+        return self.fc(self.fc_input(aux))
 
     def ttt(
         self,
@@ -201,7 +205,11 @@ class Eagle3(nn.Module):
 
     def logits(self, state: Tensor) -> Tensor:
         """Logits over the draft vocabulary [..., D] of a state [..., H] that `ttt` or `step` returned."""
-        return self.lm_head(state if self.arch.norm_output else self.norm(state))
+        return self.lm_head(self.normed(state))
+
+    def normed(self, state: Tensor) -> Tensor:
+        """What the head reads, of a state that `ttt` or `step` returned."""
+        return state if self.arch.norm_output else self.norm(state)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary -> ids of the target's."""

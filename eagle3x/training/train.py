@@ -1,0 +1,264 @@
+"""The drafter stage: train a drafter on hidden states, or check a pretrained one and pass it on.
+
+checkpoint/      the drafter, as LlamaForCausalLMEagle3 (boundary ids are the export's)
+metrics.jsonl    of each step and each validation (trained here only)
+resume/          Lightning checkpoints while training runs
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle3x.data.shards import Sample, Shards
+from eagle3x.drafters import checkpoint, vocab
+from eagle3x.drafters.architecture import Architecture
+from eagle3x.drafters.eagle3 import Eagle3
+from eagle3x.drafters.losses import Teacher
+from eagle3x.drafters.warm_start import random_start, warm_start
+from eagle3x.progress import log, track
+from eagle3x.training.datamodule import DraftData
+from eagle3x.training.module import DraftModule
+from eagle3x.training.packing import keep_rows
+from eagle3x.training.validation import History, Validation, load_trained
+from eagle3x.types import EagleError
+
+if TYPE_CHECKING:
+    from eagle3x.drafters.config import Drafter
+    from eagle3x.pipeline import StageRun
+    from eagle3x.targets import Target
+
+CHECKPOINT = "checkpoint"
+METRICS = "metrics.jsonl"
+
+
+def make(run: StageRun) -> dict[str, Any]:
+    """Write the drafter into `run.work`; returns what is known of it and of its training."""
+    if run.cfg.drafter.source == "pretrained":
+        drafter = checkpoint.republish(_pretrained(run.cfg.drafter), run.work / CHECKPOINT, run.target)
+        return {"source": "pretrained", "draft_vocab_size": drafter.arch.draft_vocab_size}
+    return {"source": "custom", **_train(run)}
+
+
+def initial_drafter(
+    cfg: Drafter, target: Target, train: Shards, samples: Sequence[Sample], seed: int, start: bool = True
+) -> Eagle3:
+    """The drafter before its first step: architecture, draft vocabulary, weights by `cfg.init`.
+
+    start: False leaves the weights random, for a run that is about to load them.
+    """
+    torch.manual_seed(seed)
+    vocabulary = vocab.build(
+        responses=(t for s in samples for t in s.token_ids[s.loss_mask].tolist()),
+        prompts=(t for s in samples for t in s.token_ids[~s.loss_mask].tolist()),
+        always=target.eos_token_ids,
+        size=cfg.draft_vocab_size,
+        vocab_size=target.vocab_size,
+    )
+    drafter = Eagle3(_architecture(cfg, target, len(train.spec.boundaries)))
+    drafter.d2t.copy_(vocabulary.d2t())
+    drafter.t2d.copy_(vocabulary.t2d())
+    if start and cfg.init == "warm_start":
+        log(f"Drafter: regressing the target's next state on {len(samples)} samples")
+        warm_start(drafter, target, samples, train.spec.last_norm)
+    else:
+        random_start(drafter, target)
+    return drafter
+
+
+def with_labels(shards: Shards) -> tuple[list[Sample], list[int]]:
+    """The samples that have a row in the loss, and their lengths. EagleError if there are none."""
+    samples = [sample for sample in shards if keep_rows(sample.loss_mask, 1).any()]
+    if not samples:
+        raise EagleError(f"{shards.directory}: no sample has two tokens that the target wrote: nothing to train on")
+    return samples, [len(sample.token_ids) for sample in samples]
+
+
+def _architecture(cfg: Drafter, target: Target, num_aux: int) -> Architecture:
+    """A block of the target's shape."""
+    return Architecture(
+        hidden_size=target.hidden_size,
+        intermediate_size=cfg.intermediate_size or target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope_theta,
+        max_position_embeddings=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=cfg.draft_vocab_size,
+        target_hidden_size=target.hidden_size,
+        num_aux=num_aux,
+        norm_before_residual=cfg.norm_before_residual,
+        norm_before_fc=cfg.norm_before_fc,
+        fc_norm=cfg.fc_norm,
+        norm_output=cfg.norm_output,
+    )
+
+
+def _train(run: StageRun) -> dict[str, Any]:
+    cfg, target, work = run.cfg, run.target, run.work
+    if cfg.hardware.threads is not None:
+        torch.set_num_threads(cfg.hardware.threads)
+    states = run.inputs["hidden_states"].path
+    train, val = Shards(states / "train"), Shards(states / "val")
+    samples, lengths = with_labels(train)
+    resume = max((work / "resume").glob("*.ckpt"), default=None)
+
+    drafter = initial_drafter(cfg.drafter, target, train, samples, cfg.seed, start=resume is None)
+    head, final_norm = target.head(), target.final_norm()
+    full = Teacher(head, final_norm, target.rms_norm_eps, train.spec.last_norm)
+    teachable, labels, outside = _teachable(full, drafter.t2d, samples, work / "argmax.safetensors")
+    data = DraftData(samples, lengths, cfg.train, cfg.seed, teachable if cfg.train.out_of_vocab == "mask" else None)
+    history = History(work / METRICS)
+    teacher = Teacher(head[drafter.target_ids()], final_norm, target.rms_norm_eps, train.spec.last_norm)
+    del full, head
+    module = DraftModule(drafter, teacher, cfg.train, len(data.plan), _input_scale(drafter, samples), history)
+    best = work / "best.safetensors"
+    validation = Validation(val, data.validation_steps, best, history, cfg.train.ttt_steps, log)
+
+    started = time.monotonic()
+    trainer = _trainer(run, data, [validation, Bar(len(data.plan))])
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    seconds = time.monotonic() - started
+
+    drafter.cpu()
+    load_trained(drafter, best)
+    checkpoint.save(drafter, work / CHECKPOINT, {})
+    shutil.rmtree(work / "resume")
+    for scrap in (best, work / "argmax.safetensors"):
+        scrap.unlink()
+    covered = drafter.t2d
+    return {
+        "steps": len(data.plan),
+        "tokens": module.tokens_seen,
+        "kept_rows": module.kept_rows,
+        "samples": len(samples),
+        "samples_without_label": len(train) - len(samples),
+        "label_rows": labels,
+        "out_of_vocab_rows": outside,
+        "coverage": {"train": _coverage(covered, samples), "val": _coverage(covered, val)},
+        "val_tau": validation.best_tau,
+        "best_step": validation.best_step,
+        "val_prompts": len(val),
+        "trainable_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        "tokens_per_second": sum(lengths) * cfg.train.epochs / seconds if resume is None else None,
+        "flops_per_token": flops_per_token(drafter.arch, cfg.train.ttt_steps, module.asked_rows / module.tokens_seen),
+    }
+
+
+def flops_per_token(arch: Architecture, ttt_steps: int, asked: float) -> float:
+    """FLOPs that one trained token costs, counted from the matrices alone (2 per multiply-add, backward twice forward).
+
+    asked: share of the rows that are in the loss. The others lend their step-0 keys and values and go no further.
+    """
+    H, D = arch.hidden_size, arch.draft_vocab_size
+    heads, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    fc, key_value = arch.num_aux * arch.target_hidden_size * H, 2 * 2 * H * keys
+    block = 2 * H * heads + heads * H + 3 * H * arch.intermediate_size
+    rows = ttt_steps * (block + H * D) + (ttt_steps - 1) * key_value
+    return 2 * (3 * (fc + key_value + asked * rows) + asked * H * D)
+
+
+class Bar(Callback):
+    """One progress bar over all steps of this run."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start where the run starts."""
+        rest = self.total - trainer.global_step
+        self._ticks = track(range(rest), "Training", rest)
+        next(self._ticks, None)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One step is done."""
+        next(self._ticks, None)
+
+
+def _trainer(run: StageRun, data: DraftData, callbacks: list[Callback]) -> Trainer:
+    """One device; a checkpoint at the end of every segment, of which the newest is kept."""
+    cfg = run.cfg
+    if cfg.train.precision == "bf16" and cfg.hardware.device == "cpu":
+        raise EagleError("train.precision=bf16 needs hardware=cuda: bfloat16 is many times slower on a CPU")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    keep = ModelCheckpoint(
+        run.work / "resume", "{step:08d}", auto_insert_metric_name=False, save_on_train_epoch_end=True
+    )
+    devices = cfg.hardware.devices
+    return Trainer(
+        accelerator="gpu" if cfg.hardware.device == "cuda" else "cpu",
+        devices=list(devices[:1]) if devices and cfg.hardware.device == "cuda" else 1,
+        precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
+        max_epochs=len(data.segment_ends),
+        reload_dataloaders_every_n_epochs=1,
+        gradient_clip_val=cfg.train.grad_clip,
+        callbacks=[*callbacks, keep],
+        logger=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        default_root_dir=run.work,
+    )
+
+
+def _teachable(full: Teacher, t2d: Tensor, samples: Sequence[Sample], cache: Path) -> tuple[list[Tensor], int, int]:
+    """Per sample [T]: whether the target's argmax at a position is in the draft vocabulary.
+
+    Also how many positions are labels, and how many of those are not. Only labels are worked out (others: False); the
+    argmaxes over the whole vocabulary are cached in `cache`.
+    """
+    positions = [torch.nonzero(s.loss_mask[2:])[:, 0] + 1 for s in samples]
+    labels = sum(map(len, positions))
+    if cache.is_file():
+        best = load_file(cache)["argmax"]
+    else:
+        pairs = track(zip(samples, positions, strict=True), "Target's argmax", len(samples))
+        best = torch.cat([full.argmax(s.last[at].float(), 1024) for s, at in pairs])
+        save_file({"argmax": best}, new := cache.with_suffix(".new"))
+        new.rename(cache)
+    inside = t2d[best]
+    result = []
+    for sample, at, known in zip(samples, positions, inside.split([len(at) for at in positions]), strict=True):
+        mask = torch.zeros(len(sample.token_ids), dtype=torch.bool)
+        mask[at] = known
+        result.append(mask)
+    return result, labels, labels - int(inside.sum())
+
+
+@torch.no_grad()
+def _input_scale(drafter: Eagle3, samples: Sequence[Sample]) -> float:
+    """Median over positions of the root mean square of what fc reads; a few samples tell."""
+    rows = torch.cat([drafter.fc_input(s.aux.float()) for s in samples[:32]])
+    return float(rows.pow(2).mean(-1).sqrt().median())
+
+
+def _coverage(t2d: Tensor, samples: Sequence[Sample]) -> float:
+    """Share of the tokens that the target wrote that the drafter can say."""
+    return float(torch.cat([t2d[s.token_ids[s.loss_mask]] for s in samples]).float().mean())
+
+
+def _pretrained(cfg: Drafter) -> Path:
+    """The directory of a pretrained drafter; a hub id is downloaded (weights as safetensors only)."""
+    if cfg.path is not None:
+        return Path(cfg.path)
+    from huggingface_hub import snapshot_download
+
+    assert cfg.hub_id is not None, "the config refuses a pretrained drafter without a source"
+    patterns = ["*.json", "*.safetensors"]
+    return Path(snapshot_download(cfg.hub_id, revision=cfg.revision, allow_patterns=patterns))
