@@ -118,7 +118,7 @@ def tick_text(value: float, values: list[float], digits: int | None = None) -> s
     """A tick's text, with as many decimals as all of `values` need."""
     if digits is None:
         digits = max((len(f"{v:.6f}".rstrip("0").partition(".")[2]) for v in values), default=0)
-    return f"{value:,.{digits}f}"
+    return f"{value:,.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def fitted(text: str, limit: int) -> str:

@@ -29,6 +29,7 @@ def test_ticks_are_round_and_inside(low: float, high: float, count: int, expecte
 def test_tick_text_has_the_decimals_that_all_need() -> None:
     assert tick_text(1.0, [1.0, 1.25]) == "1.00"
     assert tick_text(2000.0, [0.0, 2000.0]) == "2,000"
+    assert tick_text(-0.5, [-0.5, 0.0]) == "\u22120.5"
 
 
 def test_padding_is_never_empty() -> None:
