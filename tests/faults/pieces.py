@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3x.artifacts import ArtifactSpec, Store
+from eagle3x.provenance import git_revision, host, package_versions
 
 PIECES = 6
 PIECE_BYTES = 32 * 2000
@@ -63,6 +64,7 @@ def check_whole(path: Path, name: str) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _, root, log, name, seconds = sys.argv
+    package_versions(), git_revision(), host()  # remembered: what follows is the store's own work
     print("ready", flush=True)
     artifact = Store(Path(root)).get_or_make(spec(name), maker(name, Path(log), float(seconds)))
     print("reused" if artifact.reused else "made", flush=True)
