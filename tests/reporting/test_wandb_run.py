@@ -124,6 +124,22 @@ def test_online_without_login_is_kept_offline_and_said(
     assert list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
 
 
+def test_a_server_that_cannot_be_reached_does_not_hold_the_run(
+    make_cell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setattr(tracking, "INIT_SECONDS", 2)
+    cell = make_cell()
+    cell.config["tracking"]["mode"] = "auto"
+    start = time.monotonic()
+    with caplog.at_level("INFO", logger="eagle3x"):
+        report.write_report(tmp_path / "run", [cell], "python -m eagle3x")
+    assert time.monotonic() - start < 30
+    assert "cannot be reached" in caplog.text
+    assert list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
+
+
 def read_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], set[str]]:
     """What an offline run's file would upload: config, history, summary, names of files."""
     from wandb.proto import wandb_internal_pb2
