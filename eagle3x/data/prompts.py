@@ -164,7 +164,7 @@ def _without_answer(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _limit(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    return prompts if limit is None else stratified(prompts, "limit")[:limit]
+    return prompts if limit is None else stratified(prompts, "limit")[: max(0, limit)]
 
 
 def _share(fraction: float, count: int, at_least: int) -> int:
