@@ -39,8 +39,10 @@ def swept_keys(overrides: Sequence[Sequence[str]]) -> list[str]:
 def short_names(overrides: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     """Each cell by the values of its swept keys: `vllm, plus_one`; its name where that would not tell it from others.
 
-    A number or a switch keeps the last part of its key: `epochs=3`.
+    A number or a switch keeps the last part of its key: `epochs=3`. A cell alone needs no name.
     """
+    if len(names) == 1:
+        return ["this run"]
     keys = swept_keys(overrides)
     short = [", ".join(_short(k, m[k]) for k in keys if k in m) for m in map(override_map, overrides)]
     return short if all(short) and len(set(short)) == len(short) else list(names)

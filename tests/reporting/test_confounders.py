@@ -36,6 +36,7 @@ def test_labels_are_the_swept_values() -> None:
     assert short_names(MATRIX, names) == ["vllm, as_is", "vllm, plus_one", "sglang, as_is", "sglang, plus_one"]
     assert short_names([("train.epochs=3",), ("train.epochs=8",)], ["a", "b"]) == ["epochs=3", "epochs=8"]
     assert short_names([(), ("seed=2",)], ["default", "seed=2"]) == ["default", "seed=2"]
+    assert short_names([("seed=1", "train.epochs=3")], ["seed=1 train.epochs=3"]) == ["this run"]
     assert short_names([("seed=1",), ("seed=1",)], ["a", "b"]) == ["a", "b"]
 
 
