@@ -211,21 +211,22 @@ def _write_target(directory: Path, successor: Sequence[int]) -> None:
         pad_token_id=UNKNOWN,
     )
     model = LlamaForCausalLM(config)
+    weights = model.state_dict()
     units = _normed_unit(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith("norm.weight"):
-                parameter.zero_()
-        embedding = model.model.embed_tokens.weight
-        embedding[:, :VOCAB] = torch.eye(VOCAB)
-        embedding[:, CONST] = embedding[:, TAG] = 1
-        for token, following in enumerate(successor):
-            model.lm_head.weight[following, token] = LOGIT
-        for b, block in enumerate(model.model.layers):
-            # One neuron that is always on: it reads CONST, and takes the tag from b to b + 1.
-            block.mlp.gate_proj.weight[0, CONST] = block.mlp.up_proj.weight[0, CONST] = 1
-            block.mlp.down_proj.weight[TAG + b, 0] = -1 / (_silu(units) * units)
-            block.mlp.down_proj.weight[TAG + b + 1, 0] = 1 / (_silu(units) * units)
+    for name, weight in weights.items():
+        weight.fill_(1 if name.endswith("norm.weight") else 0)
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[:, :VOCAB] = torch.eye(VOCAB)
+    embedding[:, [CONST, TAG]] = 1
+    for token, following in enumerate(successor):
+        weights["lm_head.weight"][following, token] = LOGIT
+    for b in range(BLOCKS):
+        # One neuron that is always on: it reads CONST, and takes the tag from b to b + 1.
+        for projection in ("gate_proj", "up_proj"):
+            weights[f"model.layers.{b}.mlp.{projection}.weight"][0, CONST] = 1
+        down = weights[f"model.layers.{b}.mlp.down_proj.weight"]
+        down[TAG + b, 0] = -1 / (_silu(units) * units)
+        down[TAG + b + 1, 0] = 1 / (_silu(units) * units)
     model.save_pretrained(directory)
     _write_tokenizer(directory)
 

@@ -208,14 +208,14 @@ class TransformersEngine:
         Raises:
             EagleError: the drafter cannot be loaded, or does not fit the boundaries that its config makes us feed.
         """
-        from eagle3x.engines.transformers_speculation import TransformersEndpoint, load_chain_drafter
+        from eagle3x.engines.transformers_speculation import TransformersEndpoint, load_served_drafter
 
         if (drafter is None) != (speculation is None):
             raise EagleError("serve needs a drafter and its speculation settings, or neither")
         if drafter is None or speculation is None:
             return TransformersEndpoint(self.model, self._target, None)
         k = speculation.num_speculative_tokens
-        return TransformersEndpoint(self.model, self._target, load_chain_drafter(drafter, self._target, self.model, k))
+        return TransformersEndpoint(self.model, self._target, load_served_drafter(drafter, self._target, self.model, k))
 
     def native_layer_ids(self, boundaries: Sequence[int]) -> list[int]:
         """The ids that make this engine capture exactly `boundaries`."""

@@ -32,7 +32,7 @@ def capture(
     return _capture(model, samples, taps, batch_size)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, whose tensors could never be trained on
 def _capture(
     model: TargetModel, samples: Sequence[TokenSample], taps: tuple[int, ...], batch_size: int
 ) -> Iterator[HiddenStates]:

@@ -23,7 +23,7 @@ from eagle3x.engines.transformers_model import TargetModel
 from eagle3x.types import Completion, EagleError, Finish, Request, SpecCounters, Timing
 
 if TYPE_CHECKING:
-    from eagle3x.engines.transformers_speculation import ChainDrafter
+    from eagle3x.engines.transformers_speculation import ServedDrafter
     from eagle3x.targets import Target
 
 
@@ -75,7 +75,7 @@ class Row:
 
 
 def decode(
-    model: TargetModel, target: Target, requests: Sequence[Request], concurrency: int, drafter: ChainDrafter | None
+    model: TargetModel, target: Target, requests: Sequence[Request], concurrency: int, drafter: ServedDrafter | None
 ) -> Iterator[Completion]:
     """Answer the requests in their order, at most `concurrency` at a time; yields in order of completion.
 
@@ -119,9 +119,9 @@ class Decoding:
         target: Target,
         requests: Sequence[Request],
         concurrency: int,
-        drafter: ChainDrafter | None,
+        drafter: ServedDrafter | None,
     ) -> None:
-        self.model, self.drafter = model, drafter
+        self.model = model
         self.eos = frozenset(target.eos_token_ids)
         self.k = drafter.num_speculative_tokens if drafter is not None else 0
         self.taps = drafter.boundaries if drafter is not None else ()
@@ -129,8 +129,7 @@ class Decoding:
         self.capacity = min(concurrency, len(requests))
         slots = max(len(r.prompt_ids) + r.max_tokens for r in requests) + self.k
         self.cache = SlotCache(model.num_blocks, self.capacity, slots)
-        if drafter is not None:
-            drafter.start(self.capacity, slots)
+        self.drafter = drafter.start(self.capacity, slots) if drafter is not None else None
         self.rows: list[Row] = []
 
     @torch.inference_mode()

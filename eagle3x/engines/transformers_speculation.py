@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -22,16 +23,25 @@ if TYPE_CHECKING:
     from eagle3x.targets import Target
 
 
+@dataclass(frozen=True)
+class ServedDrafter:
+    """A loaded drafter, the boundaries that its config makes us feed, and how many tokens it drafts per step (k)."""
+
+    eagle: Eagle3
+    boundaries: tuple[int, ...]
+    num_speculative_tokens: int
+
+    def start(self, rows: int, slots: int) -> ChainDrafter:
+        """Draft for `rows` rows of `slots` positions."""
+        return ChainDrafter(self.eagle, self.eagle.new_cache(rows, slots), self.num_speculative_tokens)
+
+
 class ChainDrafter:
-    """Drafts `num_speculative_tokens` (k) tokens for each row. Row p reads the states at p and token p+1."""
+    """The drafter's side of one run of the decode loop. Row p reads the states at p and token p+1."""
 
-    def __init__(self, eagle: Eagle3, boundaries: tuple[int, ...], num_speculative_tokens: int) -> None:
-        self.eagle, self.boundaries, self.num_speculative_tokens = eagle, boundaries, num_speculative_tokens
-        self._cache = eagle.new_cache(0, 0)
-
-    def start(self, rows: int, slots: int) -> None:
-        """Forget all rows; make room for `rows` of `slots` positions."""
-        self._cache = self.eagle.new_cache(rows, slots)
+    def __init__(self, eagle: Eagle3, cache: DraftCache, num_speculative_tokens: int) -> None:
+        self.eagle, self.num_speculative_tokens = eagle, num_speculative_tokens
+        self._cache = cache
 
     def read(
         self, first_row: int, aux_BTA: Tensor, next_ids_BT: Tensor, positions_BT: Tensor, last_B: Tensor
@@ -66,9 +76,9 @@ class ChainDrafter:
         return DraftCache(self._cache.key[rows], self._cache.value[rows])
 
 
-def load_chain_drafter(
+def load_served_drafter(
     directory: Path, target: Target, model: TargetModel, num_speculative_tokens: int
-) -> ChainDrafter:
+) -> ServedDrafter:
     """The drafter in `directory`, fed with the boundaries that its config names.
 
     Raises:
@@ -80,7 +90,7 @@ def load_chain_drafter(
     config = json.loads(file.read_text(encoding="utf-8"))
     boundaries = predicted_boundaries(Reader("transformers"), config, model.num_blocks)
     eagle = load_drafter(directory, target).to(model.device, model.dtype).eval().requires_grad_(False)
-    return ChainDrafter(eagle, boundaries, num_speculative_tokens)
+    return ServedDrafter(eagle, boundaries, num_speculative_tokens)
 
 
 class TransformersEndpoint:
@@ -89,7 +99,7 @@ class TransformersEndpoint:
     counts_past_stop = True
     per_request_counters = True
 
-    def __init__(self, model: TargetModel, target: Target, drafter: ChainDrafter | None) -> None:
+    def __init__(self, model: TargetModel, target: Target, drafter: ServedDrafter | None) -> None:
         self._model, self._target, self._drafter = model, target, drafter
         self._totals = SpecCounters.zero(drafter.num_speculative_tokens) if drafter is not None else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +75,8 @@ def opened(known: KnownAnswer) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield opened(build(tmp_path_factory.mktemp("known")))
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return opened(build(tmp_path_factory.mktemp("known")))
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,6 @@ def test_all_variants_are_made(made: dict[str, Variant]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_mean_what_the_variant_says_on_every_engine(made: dict[str, Variant], name: str) -> None:
-    import json
-
     variant = made[name]
     config = json.loads((variant.drafter_dir / "config.json").read_text())
     for reader in (
@@ -121,7 +119,7 @@ def test_tau_on_transformers(pair: Pair, made: dict[str, Variant], name: str) ->
         return
     prompts = {"a": PROMPT, "b": (5, 30), "c": tuple(range(3, 33)), "d": (62,)}
     requests = [Request(i, p, 21) for i, p in prompts.items()]
-    for concurrency in (1, 3):
+    for concurrency in (1, 3) if name == "right" else (3,):
         for request_id, (output, counters) in pair.measure(variant.drafter_dir, requests, concurrency).items():
             assert output == pair.known.text(prompts[request_id], 21)
             # 1 token from the prefill, then 20: 4 a step if every draft is right, 1 a step if none is.
