@@ -41,6 +41,9 @@ def main() -> None:
                     check(cell.config)
     except ConfigError as e:
         refuse(e)
+    except EagleError as e:
+        print(f"eagle3x: {e}", file=sys.stderr)
+        sys.exit(1)
     hydra.main(version_base="1.3", config_path=str(composition.CONF_DIR.resolve()), config_name="config")(run_cell)()
     if failed_cells:
         sys.exit(1)

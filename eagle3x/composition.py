@@ -111,6 +111,8 @@ def _explain(error: dict[str, Any]) -> str:
             return f"{where} is missing"
         case "value_error":
             return f"{where}: {error['ctx']['error']}"
+        case "string_type" if isinstance(error["input"], int | float):
+            return f"{where}={error['input']}: looks like a number; quote it: '{error['loc'][0]}=[\"...\"]'"
         case _:
             return f"{where}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.artifacts import Artifact, ArtifactSpec, Store
+from eagle3x.progress import log
 from eagle3x.stage_identity import identities
 from eagle3x.stage_view import View
 
@@ -112,6 +113,7 @@ def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store:
         spec = ArtifactSpec(name, stage.version, identities(stage.identity, cfg, target), inputs, snapshot)
         view = View.of(cfg, (*stage.identity, *stage.placement), name)
         made[name] = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots))
+        log(f"{name}: {'reused' if made[name].reused else 'made'} {made[name].key}")
         yield made[name]
 
 

@@ -52,7 +52,7 @@ def slots_in_use(cfg: Config) -> list[Slot]:
     """The engine slots that this run's stages open."""
     stages = pipeline.plan(cfg.stage, cfg)
     slots: list[Slot] = []
-    if "responses" in stages and cfg.data.responses == "regenerate":
+    if "responses" in stages:
         slots.append(cfg.generate_slot)
     if "hidden_states" in stages:
         slots.append(cfg.extract_slot)

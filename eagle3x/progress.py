@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from rich.console import Console
@@ -23,25 +23,26 @@ def log(message: str) -> None:
     logger.info(message)
 
 
-def track(iterable: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Yield from `iterable` with a progress bar of `total` steps."""
+def track(iterable: Iterable[T], description: str | Callable[[], str], total: int) -> Iterator[T]:
+    """Yield from `iterable` with a progress bar of `total` steps. A description that is called may show a rate."""
+    describe = description if callable(description) else lambda: description
     if not sys.stderr.isatty():
-        yield from _plain(iterable, description, total)
+        yield from _plain(iterable, describe, total)
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total)
+        task = bar.add_task(describe(), total=total)
         for item in iterable:
             yield item
-            bar.advance(task)
+            bar.update(task, advance=1, description=describe())
 
 
-def _plain(iterable: Iterable[T], description: str, total: int) -> Iterator[T]:
+def _plain(iterable: Iterable[T], describe: Callable[[], str], total: int) -> Iterator[T]:
     last = time.monotonic()
     for done, item in enumerate(iterable, 1):
         yield item
         if time.monotonic() - last > PLAIN_SECONDS:
             last = time.monotonic()
-            log(f"{description}: {done} of {total}")
+            log(f"{describe()}: {done} of {total}")

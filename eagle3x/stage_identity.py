@@ -35,8 +35,7 @@ def _identity(node: str, cfg: Config, target: Target) -> Any:
         case "backend":
             return engine(cfg.extract_slot)
         case "generate":
-            # A text that is taken as given was written by nobody that we know.
-            return engine(cfg.generate_slot) if cfg.data.responses == "regenerate" else "given"
+            return engine(cfg.generate_slot)
         case "serve":
             return engine(cfg.serve_slot)
         case "quantization" | "attention":

@@ -37,6 +37,8 @@ class Data:
             raise ValueError("data=builtin has prompts only; responses=given needs data=jsonl")
         if not 0 < self.val_fraction < 1 or not 0 < self.eval_fraction < 1:
             raise ValueError("val_fraction and eval_fraction must be in (0, 1)")
+        if min(n for n in (self.limit_train, self.limit_eval, 1) if n is not None) < 1:
+            raise ValueError("limit_train and limit_eval must be at least 1, or null for all prompts")
         if self.max_sample_tokens < 8:
             raise ValueError("max_sample_tokens must be at least 8")
 

@@ -98,12 +98,12 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
         found = pq.read_schema(path)
         if not found.equals(schema):
             names = f"{found.names}, not {schema.names}" if found.names != schema.names else f"other types: {found}"
-            raise EagleError(f"{path} has the columns {names}; delete the artifact and run its stage again")
+            raise EagleError(f"{path} has the columns {names}; drop it (command=artifacts action=drop), run again")
         return pq.ParquetFile(path).read(columns=list(columns) if columns else None)
     except FileNotFoundError as e:
-        raise EagleError(f"{path} is missing; delete the artifact and run its stage again") from e
+        raise EagleError(f"{path} is missing; drop the artifact (command=artifacts action=drop) and run again") from e
     except pa.ArrowInvalid as e:
-        raise EagleError(f"{path} is not a whole Parquet file ({e}); delete the artifact, run its stage again") from e
+        raise EagleError(f"{path} is not a whole Parquet file ({e}); drop the artifact (command=artifacts action=drop)") from e
 
 
 def _row(r: Response) -> dict[str, Any]:

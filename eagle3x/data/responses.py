@@ -71,7 +71,11 @@ def make(run: StageRun) -> dict[str, Any]:
 
         with adapter(slot.backend.name).open(slot, target, cfg.hardware) as engine:
             started = time.monotonic()
-            for completion in track(engine.generate(missing), "responses", len(missing)):
+
+            def pace() -> str:
+                return f"responses: {tokens} tokens, {tokens / max(time.monotonic() - started, 1e-9):.0f} tok/s"
+
+            for completion in track(engine.generate(missing), pace, len(missing)):
                 tokens += len(completion.token_ids)
                 request = work.requests[completion.id]
                 parts.add(_response(prompts[completion.id], request, completion, cfg, target.eos_token_ids))

@@ -61,7 +61,7 @@ def test_a_matrix_names_its_best_and_what_the_wrong_cells_lose(matrix: list[Any]
 
 def test_failures_are_told(make_cell: Any, failed_cell: Any) -> None:
     assert report.summarize([failed_cell], "x").headline == (
-        "cell \u201cbackend=sglang\u201d failed: the server ended with code -9 <before it was ready>"
+        "cell \u201cthis run\u201d failed: the server ended with code -9 <before it was ready>"
     )
     assert report.summarize([make_cell(overrides=("backend=vllm",)), failed_cell], "x").headline.endswith(
         "; 1 of 2 cells failed"
