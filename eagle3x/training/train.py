@@ -122,6 +122,8 @@ def _train(run: StageRun) -> dict[str, Any]:
     teachable, labels, outside = _teachable(full, drafter.t2d, samples, work / "argmax.safetensors")
     data = DraftData(samples, lengths, cfg.train, cfg.seed, teachable if cfg.train.out_of_vocab == "mask" else None)
     history = History(work / METRICS)
+    if resume is None:
+        history.truncate(-1)  # what a run left that was killed before its first checkpoint
     teacher = Teacher(head[drafter.target_ids()], final_norm, target.rms_norm_eps, train.spec.last_norm)
     del full, head
     module = DraftModule(drafter, teacher, cfg.train, len(data.plan), _input_scale(drafter, samples), history)
