@@ -40,12 +40,13 @@ def resolved_dtype(slot: Slot, hardware: Hardware) -> str:
     return "float32" if hardware.device == "cpu" else "bfloat16"
 
 
-def compute_capability() -> str | None:
-    """Compute capability ("9.0") of the first visible GPU, asked of the driver; None without a GPU."""
+def compute_capability(hardware: Hardware) -> str | None:
+    """Compute capability ("9.0") of the GPU that is to be used, asked of the driver; None if it has no such GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    asked = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    index = hardware.devices[0] if hardware.devices else 0
+    asked = [tool, f"--id={index}", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603
     except (subprocess.SubprocessError, OSError):
@@ -81,7 +82,7 @@ class TransformersAdapter:
             "dtype": resolved_dtype(slot, hardware),
             "kv_cache_dtype": resolved_dtype(slot, hardware),
             "device": hardware.device,
-            "sm": compute_capability() if hardware.device == "cuda" else None,
+            "sm": compute_capability(hardware) if hardware.device == "cuda" else None,
             "tensor_parallel": slot.backend.tensor_parallel,
             "batch_size": slot.backend.batch_size,
             "batch_invariant": False,
@@ -127,7 +128,7 @@ class TransformersAdapter:
                     f"backend.{field}={getattr(backend, field)}: the transformers engine runs in this process"
                     " and attaches to nothing; use null"
                 )
-        if hardware.device == "cuda" and compute_capability() is None:
+        if hardware.device == "cuda" and compute_capability(hardware) is None:
             reasons.append("hardware.device=cuda: the driver reports no GPU; use hardware=cpu")
         if hardware.device == "cuda" and hardware.devices is not None and len(hardware.devices) != 1:
             reasons.append(

@@ -49,7 +49,7 @@ def test_auto_and_its_resolution_share_an_identity(tiny_target: Target) -> None:
 def test_cuda_is_bfloat16_and_names_its_compute_capability(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(engine_module, "compute_capability", lambda _: "9.0")
     identity = adapter("transformers").identity(slot(), tiny_target, CUDA)
     assert (identity["dtype"], identity["kv_cache_dtype"], identity["sm"]) == ("bfloat16", "bfloat16", "9.0")
     assert adapter("transformers").refusals(slot(), tiny_target, CUDA) == []
@@ -58,12 +58,14 @@ def test_cuda_is_bfloat16_and_names_its_compute_capability(
 def test_compute_capability_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert engine_module.compute_capability() is None  # no such tool
-    tool.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
+    assert engine_module.compute_capability(CUDA) is None  # no such tool
+    tool.write_text('#!/bin/sh\ncase "$1" in --id=0) echo 9.0;; --id=1) echo 8.9;; *) exit 6;; esac\n')
     tool.chmod(0o755)
-    assert engine_module.compute_capability() == "9.0"
+    assert engine_module.compute_capability(CUDA) == "9.0"
+    assert engine_module.compute_capability(dataclasses.replace(CUDA, devices=(1,))) == "8.9"
+    assert engine_module.compute_capability(dataclasses.replace(CUDA, devices=(2,))) is None
     tool.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
-    assert engine_module.compute_capability() is None
+    assert engine_module.compute_capability(CUDA) is None
 
 
 @pytest.mark.parametrize(
@@ -95,14 +97,14 @@ def test_nothing_to_refuse(tiny_target: Target) -> None:
 
 
 def test_no_gpu(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "compute_capability", lambda: None)
+    monkeypatch.setattr(engine_module, "compute_capability", lambda _: None)
     (reason,) = adapter("transformers").refusals(slot(), tiny_target, CUDA)
     assert "no GPU" in reason
     assert "hardware=cpu" in reason
 
 
 def test_several_devices(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(engine_module, "compute_capability", lambda _: "9.0")
     (reason,) = adapter("transformers").refusals(slot(), tiny_target, dataclasses.replace(CUDA, devices=(0, 1)))
     assert "one device" in reason
 
