@@ -92,8 +92,8 @@ class TransformersAdapter:
 
     def refusals(self, slot: Slot, target: Target, hardware: Hardware) -> list[str]:
         """Every reason why this combination cannot run here, each with what would be right."""
-        backend, role = slot.backend, slot.role
-        reasons = []
+        backend = slot.backend
+        reasons: list[str] = []
         for package in ("torch", "transformers"):
             try:
                 version(package)
@@ -144,7 +144,7 @@ class TransformersAdapter:
                 f"target {target.name} has {', '.join(kinds)} layers: the transformers engine decodes targets"
                 " whose layers are all full_attention"
             )
-        return [f"{role}: {reason}" for reason in reasons]
+        return reasons
 
     def open(self, slot: Slot, target: Target, hardware: Hardware) -> TransformersEngine:
         """Load the target.
