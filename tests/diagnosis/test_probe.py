@@ -184,6 +184,8 @@ def test_massive_activations_hide_nothing(real: Reference) -> None:
     column = states.clone()
     column[:4] *= 1.05  # an error of some hundreds at the sink, twice as large as anything else in the stream
     assert verdict(real, [column], (14,)).matched
+    column[20] *= 1e-3  # one token later on that is quite wrong: a mean would be of it alone
+    assert verdict(real, [column], (14,)).matched
     one_late = real.of(15).clone()
     one_late[:4] = states[:4]
     assert verdict(real, [one_late], (14,)).found == (15,)

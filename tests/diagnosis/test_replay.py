@@ -217,9 +217,10 @@ def test_hand_made_text() -> None:
     assert steps == [(VerifyStep(2, 1, 0.25), VerifyStep(4, 2, 0.25))]
     assert counters(steps[0], 2) == SpecCounters(2, 4, (2, 1))
     # anchor 2 accepts none, anchor 3 both (4 0): the next anchor is the stop, so the rows 4 and 5 start no step
-    drafts[0] = [1, 3]
+    drafts[0] = [1, 0]
     steps = replay_detailed(Scripted(drafts, start=1), [ReplaySample("x", text, states, 2, 5)], 2)
-    assert [(s.anchor, s.accepted) for s in steps[0]] == [(2, 0), (3, 2)]
+    # gaps: draft 1 alone was judged at anchor 2 (0.25 * 2); 4 and 0 at anchor 3
+    assert steps == [(VerifyStep(2, 0, 0.5), VerifyStep(3, 2, 0.25))]
 
 
 def test_one_token_is_no_verify_step() -> None:
@@ -247,7 +248,7 @@ def test_against_the_reference_engine(k: int, variant: dict[str, bool]) -> None:
     from eagle3x.engines.transformers_capture import capture
     from eagle3x.engines.transformers_decoding import decode
     from eagle3x.engines.transformers_model import GROUPED_SDPA, TargetModel
-    from eagle3x.engines.transformers_speculation import ChainDrafter as EngineDrafter
+    from eagle3x.engines.transformers_speculation import ServedDrafter
 
     model = tiny_model().float()
     model.set_attn_implementation(GROUPED_SDPA)
@@ -258,7 +259,7 @@ def test_against_the_reference_engine(k: int, variant: dict[str, bool]) -> None:
         Request(str(i), tuple(rng.randrange(VOCAB) for _ in range(rng.randint(2, 20))), rng.randint(1, 40))
         for i in range(40)
     ]
-    served = {c.id: c for c in decode(engine, target, requests, 8, EngineDrafter(drafter, BOUNDARIES, k))}
+    served = {c.id: c for c in decode(engine, target, requests, 8, ServedDrafter(drafter, BOUNDARIES, k))}
     texts = {r.id: r.prompt_ids + served[r.id].token_ids for r in requests}
     more = [Request(r.id, texts[r.id], k, ignore_eos=True) for r in requests]
     texts = {c.id: texts[c.id] + c.token_ids for c in decode(engine, target, more, 8, None)}

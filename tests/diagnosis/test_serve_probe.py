@@ -107,6 +107,14 @@ def test_bfloat16_needs_a_sign_test() -> None:
     assert (other.verdict, other.fed) == ("wrong", LATE)
 
 
+def test_bfloat16_names_only_what_is_open() -> None:
+    """One candidate is excluded, another is not."""
+    base = counted(1)
+    replayed = {PREDICTED: base, EARLY: nudged(base, *range(8)), LATE: nudged(base, 3)}
+    verdict = serve_verdict(base, replayed, PREDICTED, exact=False)
+    assert "[2, 14, 26] and [3, 15, 27] replay alike; at least 96 prompts" in verdict.sentence
+
+
 def test_bfloat16_noise_on_both_sides() -> None:
     """Served differs from every replay; it is the replay at LATE with a nudge in each request."""
     served = nudged(REPLAYED[LATE], *range(16))
