@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +18,15 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from eagle3x.data.shard_index import ShardSpec
-from eagle3x.data.shards import ShardWriter
+from eagle3x.data.shards import Shards, ShardWriter
+from eagle3x.diagnosis.replay import ReplaySample, replay
+from eagle3x.drafters import checkpoint
+from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.config import Drafter
 from eagle3x.targets import Target
 from eagle3x.training import train
 from eagle3x.training.config import Train
-from eagle3x.types import HiddenStates, Response
+from eagle3x.types import EagleError, HiddenStates, Response, total
 
 BOUNDARIES = (1, 3, 4)
 DRAFTER = Drafter(
@@ -121,3 +126,89 @@ def test_killed_at_random_steps_it_ends_bit_for_bit_the_same(
         record.pop("seconds", None)
     assert ours == theirs
     assert {**facts, "tokens_per_second": 0} == {**resumed, "tokens_per_second": 0}
+
+
+def test_facts_are_those_of_the_data_and_the_best_drafter_is_what_is_published(
+    stage: Callable[..., Any], states: Path, tiny_target: Target
+) -> None:
+    run = stage("facts")
+    facts = train.make(run)
+    samples, val = list(Shards(states / "train")), list(Shards(states / "val"))
+    tokens = sum(len(s.token_ids) for s in samples)
+    assert facts["tokens"] == 3 * tokens
+    # 14 labels a sample. Step 0 says all of them, step 1 all but those whose row would lie before the first token:
+    # a prompt has 5 tokens or more, so none.
+    assert facts["kept_rows"] == 3 * 2 * 14 * 12
+    assert facts["label_rows"] == 14 * 12
+    assert (facts["samples"], facts["samples_without_label"], facts["val_prompts"]) == (12, 0, 4)
+    drafter = checkpoint.load(run.work / "checkpoint", tiny_target)
+    known = set(drafter.target_ids().tolist())
+    assert len(known) == 40
+    assert set(tiny_target.eos_token_ids) <= known
+    written = [t for s in samples for t in s.token_ids[s.loss_mask].tolist()]
+    assert facts["coverage"]["train"] == pytest.approx(sum(t in known for t in written) / len(written))
+    # The text is greedy, so a label's argmax is the next token.
+    assert facts["out_of_vocab_rows"] == sum(t not in known for t in written)
+    trained = sum(p.numel() for p in drafter.parameters()) - drafter.embed_tokens.weight.numel()
+    assert facts["trainable_parameters"] == trained
+    with torch.no_grad():
+        again = total(
+            replay(
+                drafter, [ReplaySample(s.id, s.token_ids, s.aux, s.prompt_tokens, s.response_tokens) for s in val], 2
+            )
+        )
+    assert facts["val_tau"] == pytest.approx(1 + again.accepted / again.verify_steps)
+    records = [json.loads(line) for line in (run.work / "metrics.jsonl").open()]
+    taus = {r["step"]: r["val"]["tau"] for r in records if "val" in r}
+    assert sorted(taus) == [0, 9, 18]
+    assert facts["val_tau"] == max(taus.values())
+    assert taus[facts["best_step"]] == facts["val_tau"]
+    assert [r["step"] for r in records if "val" not in r] == list(range(1, 19))
+    assert sorted(p.name for p in run.work.iterdir()) == ["checkpoint", "metrics.jsonl"]
+
+
+def test_masked_rows_leave_the_loss_and_are_counted_the_same(stage: Callable[..., Any]) -> None:
+    small = replace(DRAFTER, draft_vocab_size=12)
+    kept = train.make(stage("renormalise", small, replace(TRAIN, epochs=1)))
+    masked = train.make(stage("mask", small, replace(TRAIN, epochs=1, out_of_vocab="mask")))
+    assert kept["out_of_vocab_rows"] == masked["out_of_vocab_rows"] > 0
+    assert kept["kept_rows"] - masked["kept_rows"] == 2 * masked["out_of_vocab_rows"]
+
+
+def test_training_lowers_the_loss(stage: Callable[..., Any]) -> None:
+    run = stage("learns", replace(DRAFTER, init="random"), replace(TRAIN, epochs=12, learning_rate=1e-2))
+    train.make(run)
+    losses = [r["loss"][0] for r in map(json.loads, (run.work / "metrics.jsonl").open()) if "loss" in r]
+    assert losses[0] == pytest.approx(math.log(40), abs=0.05)  # it knows nothing of 40 tokens
+    assert sum(losses[-6:]) / 6 < math.log(40) - 0.3
+
+
+def test_a_pretrained_drafter_is_checked_and_passed_on(stage: Callable[..., Any], tmp_path: Path) -> None:
+    source = stage("source", training=replace(TRAIN, epochs=1))
+    train.make(source)
+    path = source.work / "checkpoint"
+    pretrained = replace(DRAFTER, source="pretrained", path=str(path), init="random")
+    run = stage("passed", pretrained)
+    assert train.make(run) == {"source": "pretrained", "draft_vocab_size": 40}
+    a, b = load_file(path / "model.safetensors"), load_file(run.work / "checkpoint/model.safetensors")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    (path / "config.json").write_text("{}")
+    with pytest.raises(EagleError, match="drafter config lacks hidden_size"):
+        train.make(stage("broken", pretrained))
+
+
+def test_bf16_on_a_cpu_is_refused(stage: Callable[..., Any]) -> None:
+    with pytest.raises(EagleError, match="precision=bf16 needs hardware=cuda"):
+        train.make(stage("bf16", training=replace(TRAIN, precision="bf16")))
+
+
+def test_counted_flops_by_hand() -> None:
+    arch = Architecture(
+        hidden_size=2, intermediate_size=5, num_heads=2, num_kv_heads=1, head_dim=3, rms_norm_eps=1e-5, rope_theta=1e4,
+        max_position_embeddings=8, vocab_size=9, draft_vocab_size=7, target_hidden_size=4, num_aux=3,
+        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+    )  # fmt: skip
+    # fc 12x2 = 24; k and v 4x3 each = 24; q 4x6 = 24, o 6x2 = 12, MLP 3x2x5 = 30; head 2x7 = 14.
+    # Of every token 24 + 24, of a row in the loss 2 steps (66 + 14) + 24 for the second step's own key; teacher 14.
+    assert train.flops_per_token(arch, 2, 0.5) == 2 * (3 * (48 + 0.5 * (160 + 24)) + 0.5 * 14)
