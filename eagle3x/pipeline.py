@@ -110,7 +110,7 @@ def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store:
     for name in plan(goal, cfg):
         stage = STAGES[name]
         inputs = {parent: made[parent] for parent in needs(name, cfg)}
-        spec = ArtifactSpec(name, stage.version, identities(stage.identity, cfg, target), inputs, snapshot)
+        spec = ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
         view = View.of(cfg, (*stage.identity, *stage.placement), name)
         made[name] = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots))
         log(f"{name}: {'reused' if made[name].reused else 'made'} {made[name].key}")

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from eagle3x.targets import Target
 
 
-def identities(nodes: Sequence[str], cfg: Config, target: Target) -> dict[str, Any]:
-    """The identity of each node in `nodes`, as plain JSON values."""
-    return {node: _identity(node, cfg, target) for node in nodes}
+def identities(stage: str, nodes: Sequence[str], cfg: Config, target: Target) -> dict[str, Any]:
+    """The identity of each node that `stage` declares, as plain JSON values."""
+    return {node: _identity(stage, node, cfg, target) for node in nodes}
 
 
-def _identity(node: str, cfg: Config, target: Target) -> Any:
+def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
     def engine(slot: Slot) -> dict[str, Any]:
         return adapter(slot.backend.name).identity(slot, target, cfg.hardware)
 
     match node:
+        case "seed" if stage == "responses" and cfg.sampling.temperature == 0:
+            return None  # greedy text has no seed: training seeds share it
         case "target":
             return target.identity()
         case "data":

@@ -107,9 +107,7 @@ def test_memo_saves_reading(cache: Path, tree: Path) -> None:
     assert fingerprint_file(file) == HELLO
 
 
-def test_file_that_has_just_changed_is_not_remembered(
-    cache: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_has_just_changed_is_not_remembered(cache: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "SETTLED_NS", 3600 * 10**9)
     assert fingerprint_file(tree / "a.txt") == HELLO
     assert not (cache / "fingerprints.json").exists()

@@ -42,5 +42,7 @@ class Benchmark:
             raise ValueError("confidence must be in (0.5, 1)")
         if self.resamples < 100:
             raise ValueError("resamples must be at least 100")
+        if self.timing_prompts < max(2, *self.timing_concurrency):
+            raise ValueError("timing_prompts must be at least 2, and at least each timing_concurrency")
         if min(self.timing_concurrency, default=0) < 1 or self.acceptance_concurrency < 1:
             raise ValueError("concurrencies must be at least 1, and timing_concurrency not empty")

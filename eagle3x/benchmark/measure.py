@@ -160,7 +160,7 @@ def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Respo
     timing_pass(
         lambda: engine.serve(None, None),
         lambda: engine.serve(drafter, cfg.speculation),
-        getattr(engine, "can_serve_both", False),
+        engine.can_serve_both,
         Workload(tuple(_request(r, settings.timing_tokens, True) for r in timed), categories, settings.warmup_requests),
         timing_legs(settings.timing_concurrency, settings.timing_rounds),
         k,

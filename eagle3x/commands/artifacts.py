@@ -36,7 +36,7 @@ def run(store: Store, action: Literal["list", "explain", "drop"], keys: Sequence
     elif len(keys) == 2:
         _explain_two(store.explain(*keys), console)
     else:
-        raise ConfigError(f"action=explain needs one key, or two to compare, not {len(keys)}: 'keys=[\"<a>\",\"<b>\"]'")
+        raise ConfigError(f'action=explain needs one key, or two to compare, not {len(keys)}: \'keys=["<a>","<b>"]\'')
 
 
 def _list(store: Store, console: Console) -> None:

@@ -103,7 +103,7 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
     except FileNotFoundError as e:
         raise EagleError(f"{path} is missing; drop the artifact (command=artifacts action=drop) and run again") from e
     except pa.ArrowInvalid as e:
-        raise EagleError(f"{path} is not a whole Parquet file ({e}); drop the artifact (command=artifacts action=drop)") from e
+        raise EagleError(f"{path} is not a whole Parquet file ({e}); drop it (command=artifacts action=drop)") from e
 
 
 def _row(r: Response) -> dict[str, Any]:

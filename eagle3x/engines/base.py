@@ -50,6 +50,9 @@ class Endpoint(Protocol):
 class Engine(Protocol):
     """A loaded target model; a context manager that frees it."""
 
+    can_serve_both: bool
+    """Whether the machine holds two endpoints at once, with and without a drafter."""
+
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Answer the requests at the engine's best batch size, in order of completion."""
         ...

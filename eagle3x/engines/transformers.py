@@ -161,6 +161,8 @@ class TransformersAdapter:
 class TransformersEngine:
     """A loaded target."""
 
+    can_serve_both = True  # they share its weights
+
     def __init__(self, model: TargetModel, target: Target, batch_size: int) -> None:
         self._model: TargetModel | None = model
         self._target = target
