@@ -43,7 +43,7 @@ def written_out(x: dict[str, Tensor], weights: list[float], pre_norm: bool) -> t
         per_step.append(torch.stack(rows).mean())
     total = sum(w * loss for w, loss in zip(weights, per_step, strict=True)) / sum(weights)
     assert isinstance(total, Tensor)
-    return total, [float(loss) for loss in per_step]
+    return total, [float(loss.detach()) for loss in per_step]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
