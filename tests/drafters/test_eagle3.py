@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3x.drafters import attention
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.attention import segments
 from eagle3x.drafters.eagle3 import Eagle3
@@ -138,6 +139,23 @@ def test_asking_for_some_rows_changes_nothing_for_them() -> None:
     some = model.ttt(fused, tokens, [5, 2, 5], 3, rows)
     for a, b in zip(every, some, strict=True):
         torch.testing.assert_close(a[rows], b, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_of_queries_change_neither_states_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    aux = torch.randn(12, 24, dtype=torch.float64, generator=generator)
+    tokens = torch.randint(0, 32, (12,), generator=generator)
+
+    def run() -> list[Tensor]:
+        model = drafter()
+        states = torch.stack(model.ttt(model.fuse(aux), tokens, [7, 5], 3))
+        states.square().sum().backward()
+        return [states.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    whole = run()
+    monkeypatch.setattr(attention, "QUERY_CHUNK", 2)
+    for a, b in zip(whole, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_segments_cut_at_documents_and_keys_end_at_the_last_query() -> None:
