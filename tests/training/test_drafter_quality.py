@@ -28,7 +28,7 @@ def test_bigrams_walk_as_an_engine_does(monkeypatch: pytest.MonkeyPatch) -> None
     script = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "drafter_quality", script)
     spec.loader.exec_module(script)
-    # Pairs that end in the response: 9>1, 1>2, 2>3, 3>1, 1>2, 2>4. After 2 both 3 and 4 once, so 3; 1 and 2 are the most
+    # Pairs that end in the response: 9>1, 1>2, 2>3, 3>1, 1>2, 2>4. After 2 both 3 and 4 once, so 3; 1 and 2 are most
     # frequent, so 1.
     bigrams = script.Bigrams([sample([8, 9, 1, 2, 3, 1, 2, 4], 2, 6)])
     assert bigrams.best == {9: 1, 1: 2, 2: 3, 3: 1}
