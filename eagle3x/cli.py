@@ -27,6 +27,8 @@ failed_cells: list[str] = []
 
 def main() -> None:
     """Entry point of `python -m eagle3x` and of the `eagle3x` script."""
+    # Hydra's parser takes no override after a flag that follows another override; -m may stand anywhere.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     args = get_args_parser().parse_args()
     try:
         if not (args.help or args.hydra_help or args.info or args.shell_completion):

@@ -243,8 +243,6 @@ def test_replay_is_stored_for_every_request_and_candidate(
 def test_too_few_prompts_are_refused(known: KnownAnswer, target: Target, tmp_path: Path) -> None:
     with pytest.raises(EagleError, match="at least 2 eval prompts, not 1"):
         make(stage_run(tmp_path / "a", known, target, known.drafter_dir, replace(BENCHMARK, max_prompts=1)))
-    with pytest.raises(EagleError, match=r"timing pass has 1 prompts.*timing_prompts"):
-        make(stage_run(tmp_path / "b", known, target, known.drafter_dir, replace(BENCHMARK, timing_prompts=1)))
 
 
 def test_prompts_are_taken_from_every_category_in_turn() -> None:

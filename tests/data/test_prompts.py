@@ -190,8 +190,6 @@ def test_unused_turns_are_counted() -> None:
         (numbered(6, 1, split="train"), {}, "eval"),
         (numbered(6, 1, split="eval"), {}, "train and val"),
         ([*numbered(6, 1), record(9, "x", split="eval")], {"limit_train": 1}, "train"),
-        (numbered(6, 1), {"limit_eval": 0}, "eval"),
-        (numbered(6, 1), {"limit_eval": -1}, "eval"),
         (numbered(1, 1), {}, "train and val"),
         (numbered(2, 1), {}, "train"),
     ],
