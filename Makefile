@@ -14,7 +14,7 @@ run: env  ## install, get the model, run the main job
 test: env  ## install, lint, type-check, run all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest $(ARGS)
 
 env: $(VENV)/.ready
