@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from eagle3x import pipeline, targets
@@ -11,6 +12,7 @@ from eagle3x.data import sources
 from eagle3x.drafters.config import Drafter
 from eagle3x.engines import adapter
 from eagle3x.engines.config import Slot
+from eagle3x.reporting.wandb import logged_in
 from eagle3x.target_sources import converted, pinned
 from eagle3x.targets import Target
 from eagle3x.types import ConfigError
@@ -25,6 +27,9 @@ def check(cfg: Config) -> None:
     targets.check(cfg.target)
     sources.check(cfg.data)
     check_drafter(cfg.drafter)
+    check_store(Path(cfg.artifacts))
+    if cfg.stage == "report" and cfg.tracking.mode == "online" and not logged_in():
+        raise ConfigError("tracking=online needs a login: run `wandb login`, or use tracking=offline")
     for slot in slots_in_use(cfg):
         adapter(slot.backend.name)
     if at_hand(cfg.target):
@@ -59,6 +64,15 @@ def slots_in_use(cfg: Config) -> list[Slot]:
     if "benchmark" in stages:
         slots.append(cfg.serve_slot)
     return slots
+
+
+def check_store(root: Path) -> None:
+    """The store's folder must be one that we can make and write into."""
+    existing = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"artifacts={root}: {existing} is a file; name a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"artifacts={root}: {existing} cannot be written into")
 
 
 def check_drafter(drafter: Drafter) -> None:

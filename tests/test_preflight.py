@@ -1,0 +1,57 @@
+"""What cannot work is refused before any work, with what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3x.composition import cells
+from eagle3x.preflight import check
+from eagle3x.targets import Target
+from eagle3x.types import ConfigError
+
+REFUSED = {
+    ("target.path=/nowhere",): "/nowhere does not exist",
+    ("backend=vllm",): "backend=transformers",
+    ("backend@serve.backend=sglang",): "backend=transformers",
+    ("quantization=int4",): "quantization=none",
+    ("quantization@serve.quantization=fp8",): "serve: quantization=fp8",
+    ("attention=flashinfer",): "sdpa",
+    ("target.aux_layer_ids=[1,2,7]",): "0..6",
+    ("capture=plus_one", "target.aux_layer_ids=[1,2,6]"): "outside 0..6",
+    ("drafter=pretrained", "drafter.path=/nowhere"): "no such directory",
+    ("data=jsonl", "data.path=/nowhere.jsonl"): "does not exist",
+    ("artifacts=a_file/store",): "is a file",
+    ("tracking=online",): "wandb login",
+    ("backend.tensor_parallel=2",): "tensor_parallel",
+}
+
+
+def fixed(target: Target) -> list[str]:
+    return ["target=directory", f"target.path={target.path}", "target.aux_layer_ids=[1,2,4]"]
+
+
+@pytest.fixture(autouse=True)
+def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def test_the_small_target_passes(tiny_target: Target) -> None:
+    check(cells(fixed(tiny_target), multirun=False)[0].config)
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_refused(overrides: tuple[str, ...], tiny_target: Target) -> None:
+    cfg = cells([*fixed(tiny_target), *overrides], multirun=False)[0].config
+    with pytest.raises(ConfigError) as error:
+        check(cfg)
+    assert REFUSED[overrides] in str(error.value)
+
+
+def test_only_slots_that_are_opened_are_asked(tiny_target: Target) -> None:
+    check(cells([*fixed(tiny_target), "stage=hidden_states", "backend@serve.backend=vllm"], multirun=False)[0].config)
