@@ -13,6 +13,7 @@ from eagle3x.artifacts import Artifact, ArtifactSpec, Store
 from eagle3x.progress import log
 from eagle3x.stage_identity import identities
 from eagle3x.stage_view import View
+from eagle3x.targets import require_same
 
 if TYPE_CHECKING:
     from eagle3x.config import Config
@@ -113,6 +114,9 @@ def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store:
         spec = ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
         view = View.of(cfg, (*stage.identity, *stage.placement), name)
         made[name] = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots))
+        if "target" in spec.identity:  # whatever lies under this key: a copied folder may be another target's
+            what = f"artifact {name} {made[name].key}"
+            require_same(made[name].manifest.identity["target"], spec.identity["target"], what)
         log(f"{name}: {'reused' if made[name].reused else 'made'} {made[name].key}")
         yield made[name]
 

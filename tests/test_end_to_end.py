@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,4 +139,14 @@ def test_other_weights_get_other_artifacts(workplace: Path, write_target: Callab
     run(workplace, "stage=responses")
     write_target(workplace / "tiny", 1)
     run(workplace, "stage=responses")
-    assert sorted(key.split("/")[0] for key in manifests(workplace)) == ["prompts", "responses", "responses"]
+    made = manifests(workplace)
+    assert sorted(key.split("/")[0] for key in made) == ["prompts", "responses", "responses"]
+
+    # Another target's text, planted where this one's is looked for.
+    store = workplace / "outputs" / "artifacts"
+    first, second = sorted((k for k in made if k.startswith("responses")), key=lambda k: made[k]["started"])
+    shutil.rmtree(store / second)
+    shutil.copytree(store / first, store / second)
+    refused = run(workplace, "stage=responses", code=1)
+    assert "weights" in refused.stderr
+    assert second.split("/")[1] in refused.stderr
