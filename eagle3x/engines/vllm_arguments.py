@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from eagle3x.engines.gpus import gpu_memory_bytes
 from eagle3x.types import ConfigError
 
 if TYPE_CHECKING:
@@ -201,6 +202,16 @@ def environment(slot: Slot, target: Target, hardware: Hardware, longest: int) ->
     elif hardware.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in hardware.devices)
     return variables
+
+
+def both_fit(slot: Slot, target: Target, hardware: Hardware) -> bool:
+    """Whether two servers of the target fit: always on a CPU (small targets), on a GPU if the weights take at most half
+    of a server's share."""
+    if hardware.device == "cpu":
+        return True
+    weights = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
+    share = slot.backend.memory_fraction * gpu_memory_bytes(hardware) / 2
+    return weights / slot.backend.tensor_parallel <= share / 2
 
 
 def kv_bytes_per_token(target: Target, dtype: str) -> int:

@@ -30,9 +30,6 @@ SERVED_NAME = "target"
 CAPACITY = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override")
 """What vLLM would choose by the memory that is left, of which a drafter takes some. `num_gpu_blocks_override` counts
 blocks of `block_size` tokens, whatever a token's keys and values take, so it is the same capacity on both sides."""
-STREAM_INTERVAL = 32
-"""Tokens that are sent together, but for the first and the last, which are sent at once. To stream each one costs both
-sides time, and nothing reads when those between came; but only when it sends does a server see that nobody listens."""
 METHOD = "eagle3"
 ENVIRONMENT = {
     "VLLM_LOG_MODEL_INSPECTION": "1",  # `vllm_log` reads it
@@ -143,7 +140,9 @@ def argv(launch: Launch, port: int, drafter: Path | None, speculation: Speculati
         "port": port,
         "served_model_name": SERVED_NAME,
         "enable_prompt_tokens_details": True,
-        "stream_interval": STREAM_INTERVAL,
+        # The first token of an answer is sent at once, all others with the last one: to stream those between would cost
+        # both sides time, and nothing reads when they came.
+        "stream_interval": launch.arguments["max_model_len"],
         "disable_uvicorn_access_log": True,
     }
     if drafter is not None and speculation is not None:

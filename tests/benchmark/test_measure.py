@@ -20,7 +20,7 @@ from eagle3x.config import Config, Hardware, TargetConfig
 from eagle3x.data.config import Sampling
 from eagle3x.data.records import write_responses
 from eagle3x.diagnosis.known_answer import BLOCKS, KnownAnswer, Variant, build, variants
-from eagle3x.engines.config import Attention, Backend, Quantization, Slot
+from eagle3x.engines.config import Attention, Backend, Job, Quantization, Slot
 from eagle3x.engines.transformers import TransformersEngine
 from eagle3x.pipeline import StageRun
 from eagle3x.targets import Target, resolve
@@ -34,7 +34,7 @@ BENCHMARK = Benchmark(
 )  # fmt: skip
 SLOT = Slot(
     "serve",
-    Backend(name="transformers", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4,
+    Backend(name="transformers", runner="auto", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4,
             engine_args={}, python=None, url=None, port=None, memory_fraction=0.8, start_timeout=1.0),
     Quantization(scheme="none"),
     Attention(name="auto"),
@@ -278,9 +278,9 @@ def test_a_drafter_served_elsewhere_is_replayed_on_the_reference(
     opened: list[str] = []
     real = measure.adapter("transformers")
 
-    def open_(slot: Slot, target: Target, hardware: Hardware) -> Any:
+    def open_(slot: Slot, target: Target, hardware: Hardware, job: Job) -> Any:
         opened.append(slot.role)
-        return real.open(slot, target, hardware)
+        return real.open(slot, target, hardware, job)
 
     monkeypatch.setattr(measure, "_is_reference", lambda slot: False)
     monkeypatch.setattr(measure, "adapter", lambda name: SimpleNamespace(open=open_, identity=real.identity))

@@ -117,7 +117,7 @@ def stage(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) 
     run.work.mkdir()
     made = Stage(Engine(), run, [])
 
-    def open_engine(given: object, target: Target, hardware: object) -> Engine:
+    def open_engine(given: object, target: Target, hardware: object, job: object) -> Engine:
         assert (given, target, hardware) == (slot, tiny_target, run.cfg.hardware)
         return made.engine
 
@@ -244,7 +244,8 @@ def test_states_of_the_real_engine_are_those_of_transformers(stage: Stage, monke
     monkeypatch.undo()
     target = stage.run.target
     backend = Backend(
-        name="transformers", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4, engine_args={},
+        name="transformers", runner="auto",
+        dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4, engine_args={},
         python=None, url=None, port=None, memory_fraction=0.9, start_timeout=60.0,
     )  # fmt: skip
     slot = Slot("extract", backend, Quantization("none"), Attention("auto"))

@@ -29,9 +29,11 @@ from eagle3x.diagnosis.replay import ReplaySample, replay
 from eagle3x.drafters.checkpoint import load
 from eagle3x.engines import adapter
 from eagle3x.engines.base import Engine
-from eagle3x.engines.config import Attention, Backend, Quantization, Slot
+from eagle3x.engines.config import Attention, Backend, Job, Quantization, Slot
 from eagle3x.targets import Target, resolve
 from eagle3x.types import Request, SpecCounters, TokenSample, total
+
+JOB = Job(longest=512, logs=Path("logs"))
 
 CPU = Hardware(device="cpu", threads=None, devices=None)
 NAMES = (
@@ -45,7 +47,8 @@ NAMES = (
 
 def slot() -> Slot:
     backend = Backend(
-        name="transformers", dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=8, engine_args={},
+        name="transformers", runner="auto",
+        dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=8, engine_args={},
         python=None, url=None, port=None, memory_fraction=0.85, start_timeout=60.0,
     )  # fmt: skip
     return Slot("serve", backend, Quantization("none"), Attention("auto"))
@@ -71,7 +74,7 @@ def opened(known: KnownAnswer) -> Pair:
             trust_remote_code=False, aux_layer_ids=known.boundaries,
         )
     )  # fmt: skip
-    return Pair(known, target, adapter("transformers").open(slot(), target, CPU))
+    return Pair(known, target, adapter("transformers").open(slot(), target, CPU, JOB))
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,13 @@ from eagle3x.drafters.checkpoint import load
 from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.engines import adapter
 from eagle3x.engines.base import Engine
-from eagle3x.engines.config import Attention, Backend, Quantization, Slot
+from eagle3x.engines.config import Attention, Backend, Job, Quantization, Slot
 from eagle3x.engines.transformers_batches import by_length
 from eagle3x.engines.transformers_model import GROUPED_SDPA, checked
 from eagle3x.targets import Target
 from eagle3x.types import Completion, EagleError, HiddenStates, Request, TokenSample
+
+JOB = Job(longest=512, logs=Path("logs"))
 
 CPU = Hardware(device="cpu", threads=None, devices=None)
 BOUNDARIES = (1, 3, 5)
@@ -30,7 +32,8 @@ BOUNDARIES = (1, 3, 5)
 
 def slot(batch_size: int = 4, attention: str = "auto") -> Slot:
     backend = Backend(
-        name="transformers", dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=batch_size,
+        name="transformers", runner="auto",
+        dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=batch_size,
         engine_args={}, python=None, url=None, port=None, memory_fraction=0.85, start_timeout=60.0,
     )  # fmt: skip
     return Slot("serve", backend, Quantization("none"), Attention(attention))
@@ -43,7 +46,7 @@ def reference(tiny_target: Target) -> PreTrainedModel:
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
 def engine(request: pytest.FixtureRequest, tiny_target: Target) -> Iterator[Engine]:
-    with adapter("transformers").open(slot(attention=request.param), tiny_target, CPU) as opened:
+    with adapter("transformers").open(slot(attention=request.param), tiny_target, CPU, JOB) as opened:
         yield opened
 
 
@@ -87,7 +90,7 @@ def test_stop_tokens(engine: Engine, reference: PreTrainedModel, tiny_target: Ta
     expected, _ = greedy_reference(reference, ids, 8)
     stop = expected[3]
     first = expected.index(stop)
-    stopping = adapter("transformers").open(slot(), dataclasses.replace(tiny_target, eos_token_ids=(2, stop)), CPU)
+    stopping = adapter("transformers").open(slot(), dataclasses.replace(tiny_target, eos_token_ids=(2, stop)), CPU, JOB)
     done = by_id(stopping.generate([Request("a", ids, 8), Request("b", ids, 8, ignore_eos=True)]))
     assert (done["a"].token_ids, done["a"].finish) == (tuple(expected[: first + 1]), "stop")
     assert (done["b"].token_ids, done["b"].finish) == (tuple(expected), "length")
@@ -114,7 +117,7 @@ def test_seeds_differ_and_repeat(engine: Engine) -> None:
 
 
 def test_sampled_frequencies_are_the_models(tiny_target: Target, reference: PreTrainedModel) -> None:
-    engine = adapter("transformers").open(slot(batch_size=500), tiny_target, CPU)
+    engine = adapter("transformers").open(slot(batch_size=500), tiny_target, CPU, JOB)
     ids = prompt(3, 6)
     with torch.no_grad():
         expected = (reference(input_ids=torch.tensor([ids])).logits[0, -1] / 1.3).softmax(-1)
@@ -345,7 +348,7 @@ def test_drafter_without_speculation_and_without_config(engine: Engine, drafter:
 
 
 def test_closed_engine(tiny_target: Target) -> None:
-    with adapter("transformers").open(slot(), tiny_target, CPU) as opened:
+    with adapter("transformers").open(slot(), tiny_target, CPU, JOB) as opened:
         pass
     with pytest.raises(EagleError, match="closed"):
         opened.generate([Request("a", (5,), 1)])
@@ -361,4 +364,4 @@ def test_weights_that_are_missing(tiny_target: Target, tmp_path: Path) -> None:
     del weights["model.layers.2.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EagleError, match=r"layers\.2\.mlp\.up_proj\.weight"):
-        adapter("transformers").open(slot(), dataclasses.replace(tiny_target, path=broken), CPU)
+        adapter("transformers").open(slot(), dataclasses.replace(tiny_target, path=broken), CPU, JOB)

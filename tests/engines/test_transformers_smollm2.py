@@ -15,9 +15,11 @@ from eagle3x.diagnosis.replay import ReplaySample, replay
 from eagle3x.drafters.checkpoint import load
 from eagle3x.engines import adapter
 from eagle3x.engines.base import Engine
-from eagle3x.engines.config import Attention, Backend, Quantization, Slot
+from eagle3x.engines.config import Attention, Backend, Job, Quantization, Slot
 from eagle3x.targets import Target
 from eagle3x.types import Request, TokenSample, total
+
+JOB = Job(longest=512, logs=Path("logs"))
 
 BOUNDARIES = (2, 14, 26)
 TOKENS = 24
@@ -32,11 +34,12 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def engine(smollm2: Target) -> Iterator[Engine]:
     backend = Backend(
-        name="transformers", dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=8, engine_args={},
+        name="transformers", runner="auto",
+        dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=8, engine_args={},
         python=None, url=None, port=None, memory_fraction=0.85, start_timeout=60.0,
     )  # fmt: skip
     slot = Slot("serve", backend, Quantization("none"), Attention("auto"))
-    with adapter("transformers").open(slot, smollm2, Hardware(device="cpu", threads=None, devices=None)) as opened:
+    with adapter("transformers").open(slot, smollm2, Hardware(device="cpu", threads=None, devices=None), JOB) as opened:
         yield opened
 
 

@@ -98,6 +98,7 @@ def test_stop_in_mid_draft_and_counts_past_it(speculating: OpenAIEndpoint, known
     assert len(done.token_ids) == EOS_AT
     assert done.token_ids[-1] == EOS
     assert done.finish == "stop"
+    assert done.counters is not None
     assert done.counters == known.counters(PROMPT, 40)
     # The first token comes of the prefill, each step yields one more than it accepts: two more than were sent.
     assert done.counters.verify_steps + done.counters.accepted == EOS_AT - 1 + 2
@@ -137,6 +138,7 @@ def test_top2_gaps_are_the_targets(speculating: OpenAIEndpoint, known: KnownAnsw
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT, *done.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
     first, second = logits.topk(2, dim=-1).values.unbind(-1)
+    assert done.top2_gaps is not None
     assert done.top2_gaps == pytest.approx((first - second).tolist(), abs=1e-3)
     assert len({round(gap, 2) for gap in done.top2_gaps}) > 25  # or a shift by one would not be seen
 
