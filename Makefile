@@ -4,9 +4,13 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG_VENV ?= .venv-sglang-cpu
+SGLANG_GPU_VENV ?= .venv-sglang
 ARGS ?=
 
-.PHONY: run test env lint wheel clean
+export PYTHON
+
+.PHONY: run test env env-sglang-cpu env-sglang lint wheel clean
 
 run: env  ## install, get the model, run the main job
 	$(BIN)/python -m eagle3x $(ARGS)
@@ -24,6 +28,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
+env-sglang-cpu:  ## SGLang for CPUs with the stand-ins of tests/standins, for the tests
+	environments/make.sh sglang-cpu $(SGLANG_VENV) 'import sgl_kernel, torchvision, sglang.srt.entrypoints.http_server' \
+	    --no-deps $(PIP_ARGS) ./tests/standins
+
+env-sglang:  ## SGLang for GPUs; no test makes this one
+	environments/make.sh sglang $(SGLANG_GPU_VENV) 'import sglang.srt.entrypoints.http_server' $(PIP_ARGS)
+
 lint: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -32,4 +43,4 @@ wheel: env
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) dist build *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(SGLANG_GPU_VENV) dist build *.egg-info
