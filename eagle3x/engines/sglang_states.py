@@ -31,10 +31,10 @@ class _Pieces:
         length = len(tensors[TOKENS])
         expected = self.sample.token_ids[start : start + length]
         if tuple(tensors[TOKENS].tolist()) != expected:
-            raise EagleError(f"{self.sample.id}: tokens {start} to {start + length} are not those that SGLang was given")
-        for other, piece in self.found.items():
-            if start < other + len(piece[TOKENS]) and other < start + length:
-                raise EagleError(f"{self.sample.id}: SGLang computed the states from token {max(start, other)} twice")
+            raise EagleError(f"{self.sample.id}: tokens {start} to {start + length} are not those of the sample")
+        ends = {other: other + len(piece[TOKENS]) for other, piece in self.found.items()}
+        if self.complete or any(start < end and other < start + length for other, end in ends.items()):
+            raise EagleError(f"{self.sample.id}: SGLang wrote states of tokens {start} to {start + length} twice")
         self.found[start] = tensors
         self.tokens += length
 
@@ -62,26 +62,29 @@ def read_states(folder: Path, prefix: str, samples: Sequence[TokenSample]) -> It
         EagleError: tokens without states or with two, or other tokens than those of the sample: a prefix cache, a
             request that was restarted, or a model class that SGLang does not capture.
     """
-    waiting = {f"{prefix}{sample.id}": _Pieces(sample) for sample in samples}
+    given = {f"{prefix}{sample.id}": _Pieces(sample) for sample in samples}
     for file in sorted(folder.glob(PATTERN)):
         rows, tensors = _load(file)
         first = 0
         for rid, start, length in rows:
-            pieces = waiting.get(rid)
-            if pieces is None:
-                raise EagleError(f"{file.name} has states of request {rid}, which was not asked for or is complete")
-            pieces.add(start, {name: tensor[first : first + length] for name, tensor in tensors.items()})
+            if rid not in given:
+                raise EagleError(f"{file.name} has states of request {rid}, which was not asked for")
+            pieces, piece = given[rid], {name: tensor[first : first + length] for name, tensor in tensors.items()}
             first += length
+            # A prefill that shares its forward with decoding has rows of tokens that SGLang wrote itself.
+            if start >= len(pieces.sample.token_ids):
+                continue
+            pieces.add(start, piece)
             if pieces.complete:
-                del waiting[rid]
                 yield pieces.joined()
+                pieces.found.clear()
         file.unlink()
-    if waiting:
-        missing = next(iter(waiting.values()))
+    if lacking := [pieces for pieces in given.values() if not pieces.complete]:
+        missing = lacking[0]
         raise EagleError(
-            f"SGLang wrote no states for {len(waiting)} of {len(samples)} samples, among them {missing.sample.id} with"
-            f" {missing.tokens} of {len(missing.sample.token_ids)} tokens: its model class does not capture, or a prefix"
-            " cache is on (its log says which models it could not load)"
+            f"SGLang wrote no states for {len(lacking)} of {len(samples)} samples, among them {missing.sample.id} with"
+            f" {missing.tokens} of {len(missing.sample.token_ids)} tokens: its model class does not capture, or a"
+            " prefix cache is on (its log says which models it could not load)"
         )
 
 
