@@ -2,8 +2,9 @@
 # environments/make.sh NAME LINK CHECK [PIP ARGUMENT...]
 #
 # Lay the environment of an engine from what environments/NAME.txt asks for and the PIP ARGUMENTs (options, or folders of
-# packages of this project), see whether the Python code CHECK runs in it, and make LINK a link to it. It lies outside the checkout, under a key of all that decides what is in it, so that
-# another checkout finds it: $EAGLE3X_ENVIRONMENTS, else ~/.cache/eagle3x/environments.
+# packages of this project), see whether the Python code CHECK runs in it, and make LINK a link to it. It lies outside the
+# checkout, under a key of all that decides what is in it, so that another checkout finds it: $EAGLE3X_ENVIRONMENTS, else
+# ~/.cache/eagle3x/environments.
 # PYTHON (python3) chooses the interpreter.
 set -euo pipefail
 
@@ -24,7 +25,8 @@ content() {
     "$python" -c 'import sys; print(sys.version, sys.base_prefix)'
     echo "$@"
     cat "$asked"
-    [ ${#folders[@]} -eq 0 ] || find "${folders[@]}" -type f ! -path '*/__pycache__/*' -print0 | sort -z | xargs -0 tail -v -n +1
+    [ ${#folders[@]} -eq 0 ] || find "${folders[@]}" -type f ! -path '*/__pycache__/*' ! -name 'test_*' -print0 |
+        sort -z | xargs -0 tail -v -n +1
 }
 key=$(content "$@" | sha256sum)
 place=$root/$name-${key:0:12}

@@ -118,21 +118,37 @@ def extend_attention_cpu(
     where mask[i, j]; without it a query sees what is not after it, or everything if not `is_causal`.
     """
     _refuse(key_buffer, key_scale, value_scale, logit_cap, is_cross_attn, sliding_window, encoder_lens, sinks)
-    totals, news, starts = seq_lens.tolist(), extend_seq_lens.tolist(), extend_start_loc.tolist()
-    mask_from = 0
-    for pool_row, total, new, start in zip(req_pool_indices.tolist(), totals, news, starts, strict=True):
-        before = total - new
-        visible = torch.ones(new, total, dtype=torch.bool)
+    news, starts = extend_seq_lens.tolist(), extend_start_loc.tolist()
+    everyone = list(range(len(news)))
+    # Verification extends all requests by as many tokens: one call then, not one per request.
+    for group in [everyone] if len(set(news)) == 1 else [[request] for request in everyone]:
+        new, first = news[group[0]], group[0]
         if tree_mask is not None:
-            visible[:, before:] = tree_mask.view(-1)[mask_from : mask_from + new * new].view(new, new)
-            mask_from += new * new
-        elif is_causal:
-            visible = visible.tril(before)
-        slots = req_to_token[pool_row, None, :total]
-        rows = slice(start, start + new)
-        output[rows] = attend(query[None, rows], key_buffer, value_buffer, slots, visible[None], sm_scale)[0].to(
-            output.dtype
+            mask_from = sum(n * n for n in news[:first])
+            among_new = tree_mask.view(-1)[mask_from : mask_from + len(group) * new * new].view(-1, new, new).bool()
+        else:
+            among_new = torch.ones(1, new, new, dtype=torch.bool)
+            among_new = among_new.tril() if is_causal else among_new
+        totals = seq_lens[group]
+        slots = req_to_token[req_pool_indices[group], : int(totals.max())]
+        rows = slice(starts[first], starts[first] + len(group) * new)
+        attended = attend(
+            query[rows].unflatten(0, (len(group), new)),
+            key_buffer,
+            value_buffer,
+            slots,
+            _visible(among_new, totals, new, slots.shape[1]),
+            sm_scale,
         )
+        output[rows] = attended.flatten(0, 1).to(output.dtype)
+
+
+def _visible(among_new: Tensor, totals: Tensor, new: int, width: int) -> Tensor:
+    """[B, new, width] of [B or 1, new, new]: all tokens before a request's new ones, and the new ones that it says."""
+    offset = torch.arange(width) - (totals - new)[:, None, None]  # place among the new tokens, [B, 1, width]
+    places = offset.clamp(0, new - 1).expand(-1, new, -1)
+    chosen = among_new.expand(len(totals), -1, -1).gather(2, places)
+    return (offset < 0) | ((offset < new) & chosen)
 
 
 def register() -> None:
