@@ -71,6 +71,7 @@ def prefill(
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_capture",
         "PYTHONPATH": str(PROJECT / "eagle3x" / "engines" / "inside"),
         "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # on cores that others use as well, two threads wait for each other
         # Cores of each rank: without it SGLang wants a NUMA node for each.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join("01"[: arguments.get("tp_size", 1)]),
     }  # fmt: skip
