@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,13 +10,15 @@ from eagle3x import pipeline, targets
 from eagle3x.capture import trained_boundaries
 from eagle3x.config import Config, TargetConfig
 from eagle3x.data import sources
+from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.config import Drafter
 from eagle3x.engines import adapter
+from eagle3x.engines.base import DrafterPlan
 from eagle3x.engines.config import Slot
 from eagle3x.reporting.wandb import logged_in
 from eagle3x.target_sources import converted, pinned
 from eagle3x.targets import Target
-from eagle3x.types import ConfigError
+from eagle3x.types import ConfigError, EagleError
 
 
 def check(cfg: Config) -> None:
@@ -49,8 +52,33 @@ def check_with_target(cfg: Config, target: Target) -> None:
         for slot in slots_in_use(cfg)
         for reason in adapter(slot.backend.name).refusals(slot, target, cfg.hardware)
     ]
+    if "benchmark" in pipeline.plan(cfg.stage, cfg) and not reasons:
+        planned = drafter_plan(cfg, target)
+        serving = adapter(cfg.serve.backend.name)
+        reasons += [f"serve: {r}" for r in serving.drafter_refusals(cfg.serve_slot, target, cfg.hardware, planned)]
     if reasons:
         raise ConfigError("\n".join(dict.fromkeys(reasons)))
+
+
+def drafter_plan(cfg: Config, target: Target) -> DrafterPlan:
+    """What the config (or the config.json of a drafter that is there already) says of the drafter to be served."""
+    boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
+    k, described = cfg.speculation.num_speculative_tokens, cfg.drafter
+    if cfg.drafter.source == "custom":
+        return DrafterPlan(len(boundaries), boundaries, _variants(described), k)
+    if cfg.drafter.path is None:  # on a hub: known when it was loaded
+        return DrafterPlan(len(boundaries), None, frozenset(), k)
+    raw = json.loads((Path(cfg.drafter.path) / "config.json").read_text(encoding="utf-8"))
+    try:
+        architecture = Architecture.from_config(raw)
+    except EagleError as error:
+        raise ConfigError(f"drafter.path={cfg.drafter.path}: {error}") from error
+    return DrafterPlan(architecture.num_aux, None, _variants(architecture), k)
+
+
+def _variants(described: Drafter | Architecture) -> frozenset[str]:
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return frozenset(name for name in names if getattr(described, name))
 
 
 def slots_in_use(cfg: Config) -> list[Slot]:

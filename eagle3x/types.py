@@ -98,7 +98,10 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: at most `max_tokens` tokens after `prompt_ids`. Temperature 0 is greedy."""
+    """One generation: at most `max_tokens` tokens after `prompt_ids`. Temperature 0 is greedy.
+
+    `top2_gaps`: whether the answer should say how near each token's runner-up was. That may cost time.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -107,6 +110,7 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
+    top2_gaps: bool = False
 
 
 @dataclass(frozen=True)

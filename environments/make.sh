@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # environments/make.sh NAME LINK CHECK [PIP ARGUMENT...]
 #
-# Lay the environment of an engine from what environments/NAME.txt asks for and the PIP ARGUMENTs (options, or folders of
-# packages of this project), see whether the Python code CHECK runs in it, and make LINK a link to it. It lies outside the
-# checkout, under a key of all that decides what is in it, so that another checkout finds it: $EAGLE3X_ENVIRONMENTS, else
-# ~/.cache/eagle3x/environments.
+# Lay the environment of an engine from what environments/NAME.txt asks for and the PIP ARGUMENTs (options, or folders
+# of packages of this project), see whether the Python code CHECK runs in it, and make LINK a link to it. It lies
+# outside the checkout, under a key of all that decides what is in it, so that another checkout finds it:
+# $EAGLE3X_ENVIRONMENTS, else ~/.cache/eagle3x/environments.
 # PYTHON (python3) chooses the interpreter.
 set -euo pipefail
 

@@ -27,13 +27,14 @@ from eagle3x.data.records import read_responses
 from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
 from eagle3x.engines import adapter
-from eagle3x.engines.config import Attention, Backend, Quantization, Slot
+from eagle3x.engines.config import LOGS, Attention, Backend, Job, Quantization, Slot
 from eagle3x.progress import log, track
 from eagle3x.types import EagleError, Request, Response, TokenSample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from eagle3x.config import Config
     from eagle3x.diagnosis.replay import ReplaySample
     from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
@@ -76,13 +77,14 @@ def make(run: StageRun) -> dict[str, Any]:
     if len(chosen) < FEWEST_PROMPTS:
         raise EagleError(f"the benchmark needs at least {FEWEST_PROMPTS} eval prompts, not {len(chosen)}")
     with ExitStack() as stack:
-        engine = stack.enter_context(adapter(slot.backend.name).open(slot, target, cfg.hardware))
+        job = Job(_longest(chosen, run.cfg), run.work / LOGS)
+        engine = stack.enter_context(adapter(slot.backend.name).open(slot, target, cfg.hardware, job))
         _passes(run, engine, export.directory, chosen)
         _continue_texts(run, engine, chosen)
         if not _is_reference(slot):
             stack.close()  # two engines need not fit into the memory together
             reference = reference_slot(slot)
-            engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware))
+            engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware, job))
         _replay_pass(run, engine, export, asked)
     cell = summarise(run.work, cfg)
     (run.work / CELL).write_text(json.dumps(cell, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -118,11 +120,17 @@ def candidate_boundaries(
 def reference_slot(slot: Slot) -> Slot:
     """The float32 transformers forward whose states replay reads, for a drafter served elsewhere."""
     backend = Backend(
-        name="transformers", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1,
+        name="transformers", runner="auto", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1,
         batch_size=slot.backend.batch_size, engine_args={}, python=None, url=None, port=None,
         memory_fraction=slot.backend.memory_fraction, start_timeout=slot.backend.start_timeout,
     )  # fmt: skip
     return Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
+
+
+def _longest(chosen: Sequence[Response], cfg: Config) -> int:
+    """Tokens of the longest sequence that is served, with the drafts that may lie past its end."""
+    written = max(cfg.sampling.eval_max_new_tokens, cfg.benchmark.timing_tokens if cfg.benchmark.timing else 0)
+    return max(r.prompt_tokens for r in chosen) + written + 2 * (cfg.speculation.num_speculative_tokens + 1)
 
 
 def _is_reference(slot: Slot) -> bool:
@@ -169,9 +177,10 @@ def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Respo
     )
 
 
-def _request(response: Response, max_tokens: int, ignore_eos: bool = False) -> Request:
+def _request(response: Response, max_tokens: int, timed: bool = False) -> Request:
+    """Of fixed length if it is timed, else with the gaps that explain a difference of outputs."""
     prompt = response.token_ids[: response.prompt_tokens]
-    return Request(response.id, prompt, max_tokens, ignore_eos=ignore_eos)
+    return Request(response.id, prompt, max_tokens, ignore_eos=timed, top2_gaps=not timed)
 
 
 def _served(run: StageRun) -> list[RequestRecord]:

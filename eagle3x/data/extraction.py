@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from eagle3x.capture import trained_boundaries
 from eagle3x.data.records import read_responses
 from eagle3x.data.shards import Shards, ShardSpec, ShardWriter, estimate_bytes, require_space
+from eagle3x.engines.config import LOGS, Job
 from eagle3x.progress import log, track
 from eagle3x.types import EagleError, Response, Split, TokenSample
 
@@ -38,8 +39,9 @@ def make(run: StageRun) -> dict[str, Any]:
         raise EagleError("no train sample has a token that the target wrote: there is nothing to train on")
     target, slot = run.target, run.slot("extract")
     boundaries = trained_boundaries(target.aux_layer_ids, run.cfg.capture.offset, target.num_blocks)
-    with adapter(slot.backend.name).open(slot, target, run.cfg.hardware) as engine:
-        longest = max(kept, key=lambda r: len(r.token_ids))
+    longest = max(kept, key=lambda r: len(r.token_ids))
+    job = Job(len(longest.token_ids), run.work / LOGS)
+    with adapter(slot.backend.name).open(slot, target, run.cfg.hardware, job) as engine:
         verdict = probe_capture(engine, target, boundaries, longest.token_ids[: run.cfg.capture.probe_tokens])
         log(verdict.describe())
         if not verdict.matched:
@@ -91,9 +93,10 @@ def _spec(
     """What the engine's states are: seen on the first tokens of a sample, so that the disk is asked beforehand."""
     first = responses[0]
     peek = TokenSample(first.id, first.token_ids[:PEEK_TOKENS])
-    states = next(iter(engine.capture([peek], boundaries)), None)
-    if states is None:
-        raise EagleError(f"the engine returned no states for sample {first.id}")
+    found = list(engine.capture([peek], boundaries))  # to the end: an engine may have to be heard out
+    if len(found) != 1:
+        raise EagleError(f"the engine returned {len(found)} states for sample {first.id}")
+    states = found[0]
     own = str(states.aux.dtype).removeprefix("torch.")
     return ShardSpec(boundaries, hidden_size, own if dtype == "auto" else dtype, states.last_norm)
 

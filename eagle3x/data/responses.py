@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from eagle3x.data.conversations import given, prompt_tokens, regenerated
 from eagle3x.data.records import read_prompts
 from eagle3x.data.response_parts import ResponseParts
+from eagle3x.engines.config import LOGS, Job
 from eagle3x.progress import log, track
 from eagle3x.types import Completion, EagleError, Prompt, Request, Response, Split
 
@@ -69,7 +70,9 @@ def make(run: StageRun) -> dict[str, Any]:
     if missing:
         from eagle3x.engines import adapter
 
-        with adapter(slot.backend.name).open(slot, target, cfg.hardware) as engine:
+        longest = max(len(r.prompt_ids) + r.max_tokens for r in missing)
+        job = Job(longest, run.work / LOGS)
+        with adapter(slot.backend.name).open(slot, target, cfg.hardware, job) as engine:
             started = time.monotonic()
 
             def pace() -> str:

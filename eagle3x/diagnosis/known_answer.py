@@ -34,7 +34,7 @@ from eagle3x.capture import default_boundaries, exported_keys
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.types import SpecCounters
 
-VOCAB, HIDDEN, BLOCKS, HEADS, KV_HEADS, HEAD_DIM, EPS = 64, 128, 12, 4, 2, 32, 1e-5
+VOCAB, HIDDEN, BLOCKS, HEADS, KV_HEADS, HEAD_DIM, EPS = 64, 128, 12, 4, 2, 64, 1e-5
 BOUNDARIES = (3, 5, 8)
 """Every id off by one is a boundary that all engines capture, and no slot is right by default (2, 6, 9)."""
 UNKNOWN, TRAP_TOKEN, EOS = 0, 1, 2

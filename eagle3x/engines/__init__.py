@@ -22,8 +22,12 @@ def adapter(name: EngineName) -> Adapter:
             from eagle3x.engines.transformers import TransformersAdapter
 
             return TransformersAdapter()
-        case "vllm" | "sglang":
+        case "vllm":
+            from eagle3x.engines.vllm import VllmAdapter
+
+            return VllmAdapter()
+        case "sglang":
             raise ConfigError(
-                f"backend={name}: this version of eagle3x serves and extracts with transformers only;"
-                " use backend=transformers"
+                f"backend={name}: this version of eagle3x has no adapter for it;"
+                " use backend=transformers or backend=vllm"
             )

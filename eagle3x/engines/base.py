@@ -7,6 +7,7 @@ returns an `Engine`; `Engine.serve` returns an `Endpoint`, which the one benchma
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -16,8 +17,22 @@ from eagle3x.types import Completion, HiddenStates, Request, SpecCounters, Token
 if TYPE_CHECKING:
     from eagle3x.benchmark.config import Speculation
     from eagle3x.config import Hardware
-    from eagle3x.engines.config import Slot
+    from eagle3x.engines.config import Job, Slot
     from eagle3x.targets import Target
+
+
+@dataclass(frozen=True)
+class DrafterPlan:
+    """What is known of a drafter before it is trained or loaded.
+
+    num_aux: boundaries that its fc reads. boundaries: those it is to be fed, None if that is not known yet.
+    variants: the norm options that it uses. k: draft tokens a step.
+    """
+
+    num_aux: int
+    boundaries: tuple[int, ...] | None
+    variants: frozenset[str]
+    num_speculative_tokens: int
 
 
 class Endpoint(Protocol):
@@ -91,6 +106,10 @@ class Adapter(Protocol):
         """Every reason why this combination cannot run here, each with what would be right. Empty: go on."""
         ...
 
-    def open(self, slot: Slot, target: Target, hardware: Hardware) -> Engine:
+    def drafter_refusals(self, slot: Slot, target: Target, hardware: Hardware, plan: DrafterPlan) -> list[str]:
+        """Every reason why this engine would not serve such a drafter, or would serve it wrong."""
+        ...
+
+    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> Engine:
         """Load the target."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass as plain_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from eagle3x.identity import PLACEMENT
@@ -16,6 +17,8 @@ class Backend:
     """An engine and how it is started."""
 
     name: EngineName
+    runner: Literal["auto", "v1", "v2"]
+    """vLLM's model runner; auto: v1. No other engine has a choice."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     kv_cache_dtype: str
     tensor_parallel: int
@@ -89,3 +92,16 @@ class Slot:
     backend: Backend
     quantization: Quantization
     attention: Attention
+
+
+LOGS = "logs"
+"""Folder of a stage's working directory for what the engines' processes print; it stays with the artifact."""
+
+
+@plain_dataclass(frozen=True)
+class Job:
+    """What an engine is opened for. `longest`: tokens of its longest sequence, prompt and output together; `logs`: a
+    folder for the logs of the processes that it starts."""
+
+    longest: int
+    logs: Path

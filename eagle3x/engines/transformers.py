@@ -19,8 +19,8 @@ from eagle3x.types import Completion, EagleError, HiddenStates, Request, TokenSa
 if TYPE_CHECKING:
     from eagle3x.benchmark.config import Speculation
     from eagle3x.config import Hardware
-    from eagle3x.engines.base import Endpoint
-    from eagle3x.engines.config import Slot
+    from eagle3x.engines.base import DrafterPlan, Endpoint
+    from eagle3x.engines.config import Job, Slot
     from eagle3x.engines.transformers_model import TargetModel
     from eagle3x.targets import Target
 
@@ -122,6 +122,10 @@ class TransformersAdapter:
             reasons.append(
                 f"backend.engine_args: the transformers engine takes none, not {', '.join(sorted(backend.engine_args))}"
             )
+        if backend.runner != "auto":
+            reasons.append(
+                f"backend.runner={backend.runner}: the transformers engine has no choice of runners; use auto"
+            )
         for field in ("url", "python", "port"):
             if getattr(backend, field) is not None:
                 reasons.append(
@@ -146,7 +150,11 @@ class TransformersAdapter:
             )
         return reasons
 
-    def open(self, slot: Slot, target: Target, hardware: Hardware) -> TransformersEngine:
+    def drafter_refusals(self, slot: Slot, target: Target, hardware: Hardware, plan: DrafterPlan) -> list[str]:
+        """None: it serves whatever is trained here, and checks the fed boundaries when it loads a drafter."""
+        return []
+
+    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> TransformersEngine:
         """Load the target.
 
         Raises:

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3x.engines.inside.sglang_capture.order import PATTERN, ROWS, VARIABLE, CaptureOrder
+from eagle3x.engines.interpreter import find
 from eagle3x.engines.sglang_states import read_states
 from eagle3x.targets import Target
 from eagle3x.types import HiddenStates, TokenSample
@@ -47,10 +48,7 @@ class Prefill:
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    python = Path(os.environ.get("EAGLE3X_SGLANG_PYTHON") or PROJECT / ".venv-sglang-cpu" / "bin" / "python")
-    if not python.exists():
-        pytest.fail(f"{python} is missing: run `make env-sglang-cpu`")
-    return python
+    return find("sglang", None, "cpu").python
 
 
 def samples(vocabulary: int) -> list[TokenSample]:

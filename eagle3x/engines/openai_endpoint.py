@@ -1,0 +1,194 @@
+"""A served vLLM as an `Endpoint`, over its OpenAI API.
+
+Requests run on one asyncio loop in a thread of its own: 48 streams cost one core of this side less than 48 threads do,
+and a stream that nobody waits for any more is closed at once, which makes the server drop its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from eagle3x.engines import openai_stream, spec_metrics
+from eagle3x.engines.openai_stream import ServerFailed
+from eagle3x.engines.server import Server
+from eagle3x.types import Completion, EagleError, Request, SpecCounters
+
+T = TypeVar("T")
+
+CONNECT_SECONDS = 30.0
+METRICS_SECONDS = 60.0
+"""How long /metrics may take; the server answers it between two steps of its own."""
+CHECK_SECONDS = 15.0
+"""A server that has not finished a request for so long is asked whether it lives."""
+DYING_SECONDS = 10.0
+"""A server whose connection broke has so long to be seen dead: its parts do not end at one moment."""
+POLL_SECONDS = 0.1
+
+
+class OpenAIEndpoint:
+    """A vLLM server that answers requests. Closing it stops the server, if we launched it.
+
+    `model`: the name it serves. `stop_token_ids` end an answer, unless the request ignores them.
+    `per_request_counters`: whether its responses carry what was accepted. `prefix_cache`: whether it has one; then the
+    prompts of each pass carry a salt of their own, which lets them meet no earlier prompt there. (Resetting the cache
+    of a server that is not ours would take it from its other users, and needs vLLM's development mode.)
+    `sampling_refused`: why requests at a temperature above 0 are refused; None if they are not.
+    """
+
+    counts_past_stop = True
+
+    def __init__(
+        self,
+        server: Server,
+        model: str,
+        stop_token_ids: Sequence[int],
+        *,
+        per_request_counters: bool,
+        prefix_cache: bool,
+        sampling_refused: str | None = None,
+    ) -> None:
+        self.server = server
+        self.per_request_counters = per_request_counters
+        self._model = model
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._prefix_cache = prefix_cache
+        self._salt: str | None = None
+        self._sampling_refused = sampling_refused
+        # Proxies are for the world outside, not for this machine's own address. An answer may take any time.
+        settings: dict[str, Any] = {
+            "base_url": server.url,
+            "trust_env": server.child is None,
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        }
+        self._control = httpx.Client(timeout=METRICS_SECONDS, **settings)
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_SECONDS), **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="openai-endpoint", daemon=True)
+        self._thread.start()
+        self.flush_prefix_cache()
+
+    def complete(self, requests: Sequence[Request], concurrency: int) -> Iterator[Completion]:
+        """Answer the requests, in order, at most `concurrency` at a time; yields in order of completion.
+
+        Raises:
+            EagleError: a request that cannot be answered rightly here, or that the server refuses.
+            EngineDied: the server ended; the message has the end of its log.
+        """
+        if self._sampling_refused is not None and (sampled := [r for r in requests if r.temperature > 0]):
+            raise EagleError(
+                f"request {sampled[0].id} has temperature {sampled[0].temperature:g}: {self._sampling_refused}"
+            )
+        return self._completions(requests, concurrency)
+
+    def totals(self) -> SpecCounters | None:
+        """The counters since the server started; None without a drafter. vLLM records a step after it has sent it."""
+        return spec_metrics.totals(self.get("/metrics"))
+
+    def flush_prefix_cache(self) -> None:
+        """Make the next requests meet nothing in the prefix cache but each other."""
+        if self._prefix_cache:
+            self._salt = uuid.uuid4().hex
+
+    def get(self, path: str) -> str:
+        """The server's answer to a GET.
+
+        Raises:
+            EagleError: it answers with an error.
+            EngineDied: it ended.
+        """
+        try:
+            answer = self._control.get(path)
+        except httpx.TransportError as error:
+            raise self._broken(error) from error
+        if answer.status_code != httpx.codes.OK:
+            raise EagleError(f"{self.server.url}{path} answered {answer.status_code}: {answer.text[:500]}")
+        return answer.text
+
+    def close(self) -> None:
+        """Stop the server if we launched it, and let go of its connections. Again: does nothing."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._in_loop(self._client.aclose()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._control.close()
+        finally:
+            self.server.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _completions(self, requests: Sequence[Request], concurrency: int) -> Iterator[Completion]:
+        done: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
+        answers = self._in_loop(self._answer_all(requests, concurrency, done))
+        try:
+            while True:
+                try:
+                    completion = done.get(timeout=CHECK_SECONDS)
+                except queue.Empty:
+                    self.server.check()
+                    continue
+                if completion is None:
+                    break
+                yield completion
+            answers.result()
+        except (httpx.TransportError, ServerFailed) as error:
+            raise self._broken(error) from error
+        finally:
+            answers.cancel()
+            self._in_loop(_end_all()).result()
+
+    async def _answer_all(
+        self, requests: Sequence[Request], concurrency: int, done: queue.SimpleQueue[Completion | None]
+    ) -> None:
+        """Put every completion into `done`, and None once no more will come; the first error ends all."""
+        todo = iter([(r, openai_stream.body(r, self._model, self._stop_token_ids, self._salt)) for r in requests])
+
+        async def work() -> None:
+            for request, asked in todo:
+                done.put(await openai_stream.complete(self._client, request, asked))
+
+        try:
+            await asyncio.gather(*(work() for _ in range(min(concurrency, len(requests)))))
+        finally:
+            done.put(None)
+
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _broken(self, error: Exception) -> EagleError:
+        """What to say of a broken connection. Raises EngineDied if the server ended."""
+        deadline = time.monotonic() + DYING_SECONDS
+        while time.monotonic() < deadline:
+            self.server.check()
+            time.sleep(POLL_SECONDS)
+        if isinstance(error, ServerFailed):
+            return error
+        return EagleError(
+            f"the connection to {self.server.url} broke ({type(error).__name__}: {error}), but the server still runs"
+        )
+
+
+async def _end_all() -> None:
+    """Cancel all that runs in this loop, and wait until it has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,220 @@
+"""What vLLM is told: a slot of the config as its arguments and environment, and what it would not honour. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from eagle3x.types import ConfigError
+
+if TYPE_CHECKING:
+    from eagle3x.config import Hardware
+    from eagle3x.engines.config import Slot
+    from eagle3x.targets import Target
+
+Runner = Literal["v1", "v2"]
+
+ATTENTION = {"flash_attn": "FLASH_ATTN", "triton": "TRITON_ATTN", "flashinfer": "FLASHINFER"}
+"""Names of `attention=` on a GPU, for targets with ordinary attention."""
+MLA_ATTENTION = {"flash_attn": "FLASH_ATTN_MLA", "triton": "TRITON_MLA", "flashinfer": "FLASHINFER_MLA"}
+"""The same for multi-head latent attention (DeepSeek, Kimi)."""
+CPU_ATTENTION, CPU_MLA_ATTENTION = "CPU_ATTN", "CPU_MLA"
+"""The only kernels on a CPU: vLLM logs that it cannot use another, and goes on with these."""
+
+STATES_KV_DTYPES = ("auto", "bfloat16", "float16")
+"""KV cache types with which `extract_hidden_states` runs (models/extract_hidden_states.py, CacheOnlyAttentionLayer)."""
+
+OURS = frozenset(
+    {
+        "model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "attention_backend", "tensor_parallel_size",
+        "speculative_config", "kv_transfer_config", "worker_extension_cls", "max_num_seqs", "max_model_len",
+        "enable_prefix_caching", "enable_chunked_prefill", "skip_tokenizer_init", "generation_config", "host", "port",
+        "trust_remote_code", "gpu_memory_utilization", "seed",
+    }
+)  # fmt: skip
+"""Arguments that other config nodes decide, or that would change what is measured."""
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Prompt tokens of one engine step, at least; more if one sequence is longer."""
+BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
+"""Tokens of a KV cache block: vLLM's defaults, set so that both sides of a comparison have the same."""
+GIB = 1024**3
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def is_mla(target: Target) -> bool:
+    """Whether the target has multi-head latent attention, as its config tells it."""
+    return "kv_lora_rank" in config_of(target)
+
+
+def config_of(target: Target) -> dict[str, Any]:
+    """The target's config.json, the part that describes its language model."""
+    raw = json.loads((target.path / "config.json").read_text(encoding="utf-8"))
+    return {**raw, **raw.get("text_config", {})}
+
+
+def resolved_dtype(slot: Slot, hardware: Hardware) -> str:
+    """`auto` is float32 on the CPU (bfloat16 is slow or absent there) and bfloat16 on a GPU."""
+    if slot.backend.dtype != "auto":
+        return slot.backend.dtype
+    return "float32" if hardware.device == "cpu" else "bfloat16"
+
+
+def resolved_runner(slot: Slot) -> Runner:
+    """`auto` is v1, which every tested version has; vLLM itself would choose by version, platform and features."""
+    return "v2" if slot.backend.runner == "v2" else "v1"
+
+
+def resolved_attention(slot: Slot, target: Target, hardware: Hardware, capability: str | None) -> str:
+    """The backend that vLLM is told to use; `auto` is its own first choice for this device and dtype.
+
+    vllm/platforms/cuda.py:_get_backend_priorities: FlashInfer on compute capability 10, else FlashAttention. Of
+    those only Triton computes in float32.
+
+    Raises:
+        ConfigError: a name that vLLM has not on this device.
+    """
+    mla, name = is_mla(target), slot.attention.name
+    if hardware.device == "cpu":
+        if name != "auto":
+            raise ConfigError(
+                f"attention={name}: vLLM has one attention backend on a CPU and silently falls back to it; use"
+                " attention=auto"
+            )
+        return CPU_MLA_ATTENTION if mla else CPU_ATTENTION
+    known = MLA_ATTENTION if mla else ATTENTION
+    if name == "auto":
+        blackwell = (capability or "").startswith("10.")
+        name = "triton" if resolved_dtype(slot, hardware) == "float32" else "flashinfer" if blackwell else "flash_attn"
+    if name not in known:
+        raise ConfigError(f"attention={name}: vLLM has {', '.join(known)} on a GPU, or auto")
+    return known[name]
+
+
+def checkpoint_scheme(target: Target) -> str:
+    """How the target's weights are stored: `none`, or the scheme that its `quantization_config` names.
+
+    Raises:
+        ConfigError: a scheme that none of ours is.
+    """
+    found = config_of(target).get("quantization_config")
+    if not found:
+        return "none"
+    method = found.get("quant_method")
+    groups = [group.get("weights") or {} for group in (found.get("config_groups") or {}).values()]
+    kinds = {(weights.get("type"), weights.get("num_bits")) for weights in groups}
+    match method, sorted(kinds, key=str):
+        case "fp8", _:
+            return "fp8"
+        case "compressed-tensors", [("float", 8)]:
+            return "fp8"
+        case "compressed-tensors", [("int", 8)]:
+            return "int8"
+        case "compressed-tensors", [("int", 4)]:
+            return "int4"
+        case "compressed-tensors", [("float", 4)]:
+            return "nvfp4"
+        case (("gptq" | "awq"), _) if found.get("bits") in (4, 8):
+            return f"int{found['bits']}"
+        case _:
+            raise ConfigError(
+                f"target {target.name}: quantization_config {method} {sorted(kinds, key=str)} is not known"
+            )
+
+
+def quantization_argument(slot: Slot, target: Target, hardware: Hardware) -> str | None:
+    """vLLM's `quantization`: None where the checkpoint says it itself, "fp8" for weights quantized while loading.
+
+    Raises:
+        ConfigError: the checkpoint is not stored as the slot says, and vLLM cannot make it so.
+    """
+    wanted, stored = slot.quantization.scheme, checkpoint_scheme(target)
+    if wanted == stored:
+        return None
+    if stored != "none":
+        raise ConfigError(
+            f"quantization={wanted}: target {target.name} is stored as {stored}; use quantization={stored}"
+        )
+    if wanted == "fp8" and hardware.device == "cuda":
+        return "fp8"
+    where = " on a CPU" if hardware.device == "cpu" else ""
+    raise ConfigError(
+        f"quantization={wanted}: target {target.name} is not quantized, and vLLM makes no {wanted} weights while"
+        f" loading{where}; give a {wanted} checkpoint as the target"
+    )
+
+
+def reported_quantization(slot: Slot, target: Target, hardware: Hardware) -> str | None:
+    """What vLLM calls the quantization that it then runs."""
+    stored = config_of(target).get("quantization_config")
+    return stored["quant_method"] if stored else quantization_argument(slot, target, hardware)
+
+
+def arguments(slot: Slot, target: Target, hardware: Hardware, attention: str, longest: int) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM` that generating, capturing and serving share.
+
+    longest: tokens of the longest sequence. No prefix cache: a repeated prompt must cost what a new one costs.
+    """
+    backend = slot.backend
+    shared: dict[str, Any] = {
+        "model": str(target.path),
+        "dtype": resolved_dtype(slot, hardware),
+        "kv_cache_dtype": backend.kv_cache_dtype,
+        "tensor_parallel_size": backend.tensor_parallel,
+        "max_num_seqs": backend.batch_size,
+        "max_model_len": longest,
+        "enable_prefix_caching": False,
+        "generation_config": "vllm",
+        "trust_remote_code": target.trust_remote_code,
+        "seed": 0,
+    }
+    if (quantization := quantization_argument(slot, target, hardware)) is not None:
+        shared["quantization"] = quantization
+    if hardware.device == "cpu":
+        shared["enforce_eager"] = True  # compiling takes longer than a small target's whole work
+    else:
+        shared["attention_backend"] = attention
+        shared["gpu_memory_utilization"] = backend.memory_fraction
+    return {**shared, **backend.engine_args}
+
+
+def environment(slot: Slot, target: Target, hardware: Hardware, longest: int) -> dict[str, str]:
+    """Environment variables of every vLLM process that we start."""
+    variables = {
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if resolved_runner(slot) == "v2" else "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",  # the target is a directory: nothing may be fetched in its place
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token that no one asks for; samples are checked before
+    }
+    if hardware.device == "cpu":
+        threads = hardware.threads or os.cpu_count() or 1
+        variables |= {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else a core is set aside, and two servers share one
+            "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(slot, target, hardware, longest)),
+        }
+    elif hardware.devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in hardware.devices)
+    return variables
+
+
+def kv_bytes_per_token(target: Target, dtype: str) -> int:
+    """Keys and values of one token in all blocks (an upper bound for latent attention)."""
+    return 2 * target.num_blocks * target.num_kv_heads * target.head_dim * DTYPE_BYTES[dtype]
+
+
+def cpu_cache_gib(slot: Slot, target: Target, hardware: Hardware, longest: int) -> int:
+    """GiB of KV cache that a full batch of the longest sequences needs, at most a quarter of the memory."""
+    needed = slot.backend.batch_size * longest * kv_bytes_per_token(target, resolved_dtype(slot, hardware))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(math.ceil(needed / GIB), memory // 4 // GIB))
+
+
+def reserved(engine_args: Mapping[str, Any]) -> list[str]:
+    """Names in `engine_args` that are not the user's to give there."""
+    return sorted(OURS & {name.replace("-", "_") for name in engine_args})
