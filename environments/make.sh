@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # environments/make.sh NAME LINK CHECK [PIP ARGUMENT...]
 #
-# Lay the environment of an engine from what environments/NAME.txt asks for, see whether the Python code CHECK runs in
-# it, and make LINK a link to it. It lies outside the checkout, under a key of all that decides what is in it, so that
-# another checkout finds it: $EAGLE3X_ENVIRONMENTS, else ~/.cache/eagle3x/environments.
+# Lay the environment of an engine from what environments/NAME.txt asks for and the PIP ARGUMENTs (options, or folders
+# of packages of this project), see whether the Python code CHECK runs in it, and make LINK a link to it. It lies
+# outside the checkout, under a key of all that decides what is in it, so that another checkout finds it:
+# $EAGLE3X_ENVIRONMENTS, else ~/.cache/eagle3x/environments.
 # PYTHON (python3) chooses the interpreter.
 set -euo pipefail
 
@@ -18,7 +19,16 @@ if [ -e "$link" ] && [ ! -L "$link" ]; then
     exit 1
 fi
 
-key=$({ "$python" -c 'import sys; print(sys.version, sys.base_prefix)'; echo "$@"; cat "$asked"; } | sha256sum)
+folders=()
+for argument; do [ ! -d "$argument" ] || folders+=("$argument"); done
+content() {
+    "$python" -c 'import sys; print(sys.version, sys.base_prefix)'
+    echo "$@"
+    cat "$asked"
+    [ ${#folders[@]} -eq 0 ] || find "${folders[@]}" -type f ! -path '*/__pycache__/*' ! -name 'test_*' -print0 |
+        sort -z | xargs -0 tail -v -n +1
+}
+key=$(content "$@" | sha256sum)
 place=$root/$name-${key:0:12}
 mkdir -p "$root"
 exec 9>"$place.lock"

@@ -23,16 +23,16 @@ def checkout(tmp_path: Path) -> Path:
     return folder.parent
 
 
-def start(checkout: Path, check: str) -> subprocess.Popen[str]:
+def start(checkout: Path, check: str, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "EAGLE3X_ENVIRONMENTS": str(checkout.parent / "cache"), "PYTHON": sys.executable}
     return subprocess.Popen(
-        ["environments/make.sh", "tiny", ".venv-tiny", check, "--no-deps"],
+        ["environments/make.sh", "tiny", ".venv-tiny", check, "--no-deps", *arguments],
         cwd=checkout, env=environment, text=True, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def make(checkout: Path, check: str = "pass") -> tuple[int, str]:
-    process = start(checkout, check)
+def make(checkout: Path, check: str = "pass", *arguments: str) -> tuple[int, str]:
+    process = start(checkout, check, *arguments)
     _, said = process.communicate()
     return process.returncode, said
 
@@ -57,6 +57,17 @@ def test_another_checkout_finds_what_one_made(checkout: Path) -> None:
     assert make(other)[0] == 0
     assert (other / ".venv-tiny").readlink() != place
     assert len(environments(checkout)) == 2
+
+
+def test_what_a_folder_among_the_arguments_holds_decides_too_but_not_its_tests(checkout: Path) -> None:
+    folder = checkout / "packages"
+    folder.mkdir()
+    (folder / "one.py").write_text("1")
+    for change, made in (("one.py", 1), ("test_one.py", 1), ("one.py", 2), ("two.py", 3)):
+        with (folder / change).open("a") as file:
+            file.write("1")
+        assert make(checkout, "pass", "--find-links", "packages")[0] == 0
+        assert len(environments(checkout)) == made
 
 
 def test_what_fails_its_check_is_not_taken_for_made(checkout: Path) -> None:

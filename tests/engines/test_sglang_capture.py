@@ -1,0 +1,138 @@
+"""SGLang's own capture path, on a CPU, against transformers: every boundary that an id of SGLang's expresses.
+
+Needs the environment that `make env-sglang-cpu` lays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eagle3x.engines.inside.sglang_capture.order import PATTERN, ROWS, VARIABLE, CaptureOrder
+from eagle3x.engines.interpreter import find
+from eagle3x.engines.sglang_states import read_states
+from eagle3x.targets import Target
+from eagle3x.types import HiddenStates, TokenSample
+
+PROJECT = Path(__file__).parents[2]
+PREFIX = "wanted-"
+CPU = {
+    "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "prefill_attention_backend": "intel_amx",
+    "decode_attention_backend": "intel_amx", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+    "grammar_backend": "none", "disable_radix_cache": True, "skip_tokenizer_init": True, "mem_fraction_static": 0.3,
+    "max_total_tokens": 4096, "max_running_requests": 8, "context_length": 512,
+}  # fmt: skip
+LENGTHS = (5, 1, 37, 120, 64, 2, 300, 17)
+TOLERANCE = 2e-5
+"""Relative error of a row, float32; the nearest wrong boundary is at 4e-1 for the tiny target, 7e-4 for SmolLM2."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a run left: its exit code, the engine's log, and the rows of each file before they were read."""
+
+    exit_code: int
+    log: str
+    rows: list[list[tuple[str, int, int]]]
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    return find("sglang", None, "cpu").python
+
+
+def samples(vocabulary: int) -> list[TokenSample]:
+    choose = random.Random(0)
+    return [
+        TokenSample(f"s{i}", tuple(choose.randrange(5, vocabulary) for _ in range(length)))
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+def prefill(
+    python: Path, target: Target, asked: Sequence[TokenSample], ids: Sequence[int], folder: Path, **arguments: Any
+) -> Prefill:
+    """Let SGLang read all samples at once, beside a request that decodes and of which nothing is wanted."""
+    batch = [["unwanted", [7, 8, 9, 10], 24]] + [[PREFIX + s.id, list(s.token_ids), 1] for s in asked]
+    environment = {
+        VARIABLE: CaptureOrder(tuple(ids), folder, PREFIX).to_json(),
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_capture",
+        "PYTHONPATH": str(PROJECT / "eagle3x" / "engines" / "inside"),
+        "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # on cores that others use as well, two threads wait for each other
+        # Cores of each rank: without it SGLang wants a NUMA node for each.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join("01"[: arguments.get("tp_size", 1)]),
+    }  # fmt: skip
+    done = subprocess.run(
+        [str(python), str(Path(__file__).with_name("sglang_prefill.py"))],
+        input=json.dumps({"engine": {"model_path": str(target.path), **CPU, **arguments}, "batches": [batch]}),
+        env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return Prefill(done.returncode, done.stderr, [_rows(file) for file in sorted(folder.glob(PATTERN))])
+
+
+def _rows(file: Path) -> list[tuple[str, int, int]]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as content:
+        return [tuple(row) for row in json.loads(content.metadata()[ROWS])]
+
+
+def assert_equal_to_transformers(states: Sequence[HiddenStates], boundaries: Sequence[int], target: Target) -> None:
+    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    for found in states:
+        with torch.no_grad():
+            reference = model(torch.tensor([found.token_ids]), output_hidden_states=True).hidden_states
+        expected = [reference[b][0] for b in boundaries] + [reference[-1][0]]
+        for rows, wanted in zip([*found.aux.chunk(len(boundaries), dim=-1), found.last], expected, strict=True):
+            assert ((rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < TOLERANCE
+
+
+def test_every_boundary_of_mixed_lengths_in_one_batch(sglang_python: Path, smollm2: Target, tmp_path: Path) -> None:
+    boundaries = range(1, 30)
+    asked = samples(49152)
+    run = prefill(sglang_python, smollm2, asked, [b - 1 for b in boundaries], tmp_path)
+    assert run.exit_code == 0, run.log
+    assert len(run.rows[0]) > 1  # requests of several lengths shared a forward
+    states = list(read_states(tmp_path, PREFIX, asked))
+    assert sorted(s.id for s in states) == sorted(s.id for s in asked)
+    assert_equal_to_transformers(states, boundaries, smollm2)
+
+
+def test_chunked_prefill_beside_decoding(sglang_python: Path, tiny_target: Target, tmp_path: Path) -> None:
+    asked = samples(128)
+    run = prefill(
+        sglang_python, tiny_target, asked, range(5), tmp_path, chunked_prefill_size=32, enable_mixed_chunk=True
+    )
+    assert run.exit_code == 0, run.log
+    pieces = [rid for rows in run.rows for rid, _, _ in rows]
+    assert pieces.count(f"{PREFIX}s6") > 300 // 32
+    # 32 less 1: the unwanted request wrote a token in that forward, and its row is not in the file.
+    assert any(sum(length for _, _, length in rows) == 31 for rows in run.rows)
+    assert_equal_to_transformers(list(read_states(tmp_path, PREFIX, asked)), range(1, 6), tiny_target)
+
+
+def test_two_tensor_parallel_ranks(sglang_python: Path, tiny_target: Target, tmp_path: Path) -> None:
+    asked = samples(128)
+    run = prefill(sglang_python, tiny_target, asked, range(5), tmp_path, tp_size=2)
+    assert run.exit_code == 0, run.log
+    assert_equal_to_transformers(list(read_states(tmp_path, PREFIX, asked)), range(1, 6), tiny_target)
+
+
+def test_an_id_that_the_model_does_not_capture_ends_the_engine(
+    sglang_python: Path, tiny_target: Target, tmp_path: Path
+) -> None:
+    run = prefill(sglang_python, tiny_target, samples(128), [1, 5], tmp_path)  # boundary 6 = after the last block
+    assert run.exit_code != 0
+    assert "captured at layer ids [1, 5], has states of shapes" in run.log
+    assert run.rows == []
