@@ -196,6 +196,7 @@ def environment(slot: Slot, target: Target, hardware: Hardware, longest: int) ->
         threads = hardware.threads or os.cpu_count() or 1
         variables |= {
             "OMP_NUM_THREADS": str(threads),
+            "TORCHDYNAMO_DISABLE": "1",  # eager as the model: the first request for log-probabilities compiles for 26 s
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else a core is set aside, and two servers share one
             "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(slot, target, hardware, longest)),
         }
