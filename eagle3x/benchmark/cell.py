@@ -41,6 +41,8 @@ REPLAY = "replay.jsonl"
 CONTEXT = "context.json"
 CELL = "cell.json"
 SCHEMA_VERSION = 1
+NEAR_TIE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
+"""Top-2 logit gaps that rounding can turn over: four steps of the dtype at logits of 16 to 32 for the 16-bit ones."""
 PREDICTED = "b"
 """The candidate that is predicted to be fed; the others are what replay would see if the layers were wrong."""
 
@@ -61,11 +63,6 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
     rows = range(len(served))
     sound = [i for i in rows if tails[i] is None and counters[i].verify_steps]
     groups = {name: [i for i in rows if categories[i] == name] for name in by_category(counters, categories)}
-    outputs = compare_outputs(
-        [r.completion for r in requests(read_batches(directory / BASELINE))],
-        [r.completion for r in served],
-        cfg.benchmark.near_tie,
-    )
     replayed = _read_replay(directory, served, context)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -84,12 +81,7 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
         "draft_efficiency": figures.draft_efficiency,
         "per_category": {name: asdict(_tau(counters, ids, part, bootstrap)) for name, part in groups.items()},
         "speedup": _speedup(read_batches(directory / TIMING), bootstrap),
-        "identical_outputs": {
-            "requests": outputs.requests,
-            "rate": outputs.rate,
-            "lossy": len(outputs.lossy),
-            "differences": [asdict(d) for d in outputs.differences],
-        },
+        "identical_outputs": _outputs(requests(read_batches(directory / BASELINE)), served, context, cfg),
         "replay": _replay(served, replayed, context, bootstrap),
         "boundaries": {
             "trained": context["trained"],
@@ -98,6 +90,22 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
             "serve_probe": _serve_probe(counters, replayed, context, bootstrap),
         },
         "mismatched": context["mismatched"],
+    }
+
+
+def _outputs(
+    plain: Sequence[RequestRecord], served: Sequence[RequestRecord], context: Mapping[str, Any], cfg: Config
+) -> dict[str, Any] | None:
+    """Outputs with and without the drafter; None where the target was not served without it."""
+    if not plain:
+        return None
+    near_tie = NEAR_TIE[context["engine"]["dtype"]] if cfg.benchmark.near_tie is None else cfg.benchmark.near_tie
+    outputs = compare_outputs([r.completion for r in plain], [r.completion for r in served], near_tie)
+    return {
+        "requests": outputs.requests,
+        "rate": outputs.rate,
+        "lossy": len(outputs.lossy),
+        "differences": [asdict(d) for d in outputs.differences],
     }
 
 

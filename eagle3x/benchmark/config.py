@@ -34,8 +34,8 @@ class Benchmark:
     warmup_requests: int
     resamples: int
     confidence: float
-    near_tie: float
-    """Top-2 logit gap below which two greedy outputs may part."""
+    near_tie: float | None
+    """Top-2 logit gap below which two greedy outputs may part; null: by the dtype that is served (cell.NEAR_TIE)."""
 
     def __post_init__(self) -> None:
         if not 0.5 < self.confidence < 1:

@@ -156,6 +156,11 @@ def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Respo
     acceptance_pass(
         lambda: engine.serve(drafter, cfg.speculation), work, concurrency, k, run.work / ACCEPTANCE, "acceptance"
     )
+    if not engine.can_serve_plain:
+        log(
+            "an attached server cannot be asked without its drafter: outputs are not compared, and no speed-up measured"
+        )
+        return
     acceptance_pass(lambda: engine.serve(None, None), work, concurrency, None, run.work / BASELINE, "baseline")
     if not settings.timing:
         return

@@ -106,9 +106,9 @@ def _capture(engine: Engine, responses: Sequence[Response], writer: ShardWriter,
     ordered = sorted(responses, key=lambda r: len(r.token_ids), reverse=True)
     missing = {r.id: r for r in ordered}
     start = time.monotonic()
-    if ordered:
-        samples = [TokenSample(r.id, r.token_ids) for r in ordered]
-        states = engine.capture(samples, writer.spec.boundaries)
+    samples = [TokenSample(r.id, r.token_ids) for r in ordered]
+    with writer:
+        states = engine.capture(samples, writer.spec.boundaries) if samples else ()
         for captured in track(states, f"Hidden states ({split})", len(samples)):
             response = missing.pop(captured.id, None)
             if response is None:
@@ -117,7 +117,6 @@ def _capture(engine: Engine, responses: Sequence[Response], writer: ShardWriter,
         if missing:
             names = ", ".join(list(missing)[:5])
             raise EagleError(f"the engine returned no states for {len(missing)} {split} samples: {names}")
-    writer.close()
     tokens, seconds = sum(len(r.token_ids) for r in ordered), time.monotonic() - start
     if tokens:
         log(f"Hidden states ({split}): {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")

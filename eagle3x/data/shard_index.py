@@ -150,13 +150,18 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
     """Write `file` in one step."""
     new = file.with_suffix(".json-new")
     new.write_text(json.dumps(value, separators=(",", ":"), allow_nan=False))
+    sync(new)
     publish(new, file)
+
+
+def sync(file: Path) -> None:
+    """Wait until what was written is on disk."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def publish(new: Path, file: Path) -> None:
     """Rename to its name what is wholly on disk: there is no moment at which `file` is half written."""
-    with new.open("rb") as stream:
-        os.fsync(stream.fileno())
     new.replace(file)
 
 

@@ -10,8 +10,11 @@ Shapes: T tokens of one sample, N of one shard, A boundaries, H hidden size of t
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +29,7 @@ from eagle3x.data.shard_index import (
     read_parts,
     read_spec,
     sha256,
+    sync,
     write_json,
 )
 from eagle3x.types import EagleError, HiddenStates, Response
@@ -33,6 +37,8 @@ from eagle3x.types import EagleError, HiddenStates, Response
 if TYPE_CHECKING:
     from torch import Tensor
 
+IN_FLIGHT = 4
+"""Full shards that are written at the same time: one thread neither hashes nor copies as fast as a GPU captures."""
 SAMPLE_BYTES = 130
 """A sample's line in the index, about."""
 GIB = 1024**3
@@ -67,17 +73,29 @@ def require_space(path: Path, needed: int) -> None:
         )
 
 
-class ShardWriter:
-    """Writes samples; every shard is complete once it is there, so a killed writer loses at most the open one.
+@dataclass(frozen=True)
+class OpenSample:
+    """A sample of the shard that is not full yet. norms [T, A+1]: of each token's state, by column."""
 
-    Continues a directory that a killed writer of the same spec left: `done_ids` are not to be added again. A context
-    manager that closes only if nothing was raised.
+    states: HiddenStates
+    response: Response
+    norms: Tensor
+
+
+class ShardWriter:
+    """Writes samples; every shard is complete once it is there.
+
+    Full shards are written by threads while the next ones fill, and appear in order, so a killed writer loses at most
+    the open shard and `IN_FLIGHT` before it. Continues a directory that such a writer of the same spec left: `done_ids`
+    are not to be added again. A context manager that closes if nothing was raised, and else keeps what is full.
     """
 
     def __init__(self, directory: Path, spec: ShardSpec, max_tokens_per_shard: int) -> None:
         self.directory, self.spec, self.max_tokens_per_shard = directory, spec, max_tokens_per_shard
-        self._open: list[tuple[HiddenStates, Response]] = []
+        self._open: list[OpenSample] = []
         self._open_tokens = 0
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="shards")
+        self._in_flight: deque[tuple[Future[ShardEntry], list[SampleEntry]]] = deque()
         directory.mkdir(parents=True, exist_ok=True)
         for scrap in directory.glob("*new"):  # what a kill left half written
             scrap.unlink()
@@ -96,10 +114,10 @@ class ShardWriter:
             raise EagleError(f"{self.directory} is closed: {states.id} cannot be added")
         if states.id in self._ids:
             raise EagleError(f"sample {states.id} was added twice")
-        stored = self._checked(states, response)
+        sample = self._checked(states, response)
         if self._open and self._open_tokens + len(states.token_ids) > self.max_tokens_per_shard:
             self._flush()
-        self._open.append((stored, response))
+        self._open.append(sample)
         self._open_tokens += len(states.token_ids)
         self._ids.add(states.id)
 
@@ -109,10 +127,17 @@ class ShardWriter:
             return
         if self._open:
             self._flush()
+        self.settle()
+        self._threads.shutdown()
         write_json(self.directory / INDEX, index_of(self.spec, self._shards, self._samples))
         self._closed = True
         for part in self.directory.glob("shard-*.json"):
             part.unlink()
+
+    def settle(self) -> None:
+        """Wait until every full shard is on disk: they were paid for, whatever ends the capture."""
+        while self._in_flight:
+            self._publish_oldest()
 
     def __enter__(self) -> Self:
         return self
@@ -120,9 +145,11 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.close()
+        else:
+            self.settle()
 
-    def _checked(self, states: HiddenStates, response: Response) -> HiddenStates:
-        """The states in the storage dtype."""
+    def _checked(self, states: HiddenStates, response: Response) -> OpenSample:
+        """The states in the storage dtype. One pass over them: their norms tell too whether all are finite."""
         import torch
 
         spec, T = self.spec, len(response.token_ids)
@@ -142,7 +169,18 @@ class ShardWriter:
             )
         dtype = getattr(torch, spec.dtype)
         kept = HiddenStates(states.id, states.token_ids, states.aux.to(dtype), states.last.to(dtype), states.last_norm)
-        for name, column in zip(spec.columns, _columns(kept.aux, kept.last), strict=True):
+        by_column = kept.aux.unflatten(1, (len(spec.boundaries), spec.hidden_size))
+        norms = torch.cat([_norms(by_column), _norms(kept.last)[:, None]], dim=1)
+        if not torch.isfinite(norms).all():
+            self._refuse_not_finite(kept)
+        return OpenSample(kept, response, norms)
+
+    def _refuse_not_finite(self, states: HiddenStates) -> None:
+        """Raise for the first column with such a value. (None, if only the norm of huge values was infinite.)"""
+        import torch
+
+        spec, T = self.spec, len(states.token_ids)
+        for name, column in zip(spec.columns, [*states.aux.split(spec.hidden_size, dim=1), states.last], strict=True):
             bad = (~torch.isfinite(column)).any(dim=-1)
             if bad.any():
                 first = int(bad.nonzero()[0])
@@ -150,40 +188,66 @@ class ShardWriter:
                     f"sample {states.id}: {name} is NaN or infinite as {spec.dtype} in {int(bad.sum())} of {T} tokens,"
                     f" first at position {first}; the engine's states are wrong, or capture.dtype is too narrow"
                 )
-        return kept
 
     def _flush(self) -> None:
-        import torch
-        from safetensors.torch import save_file
-
-        number = len(self._shards)
-        tensors = {
-            "token_ids": torch.tensor([t for s, _ in self._open for t in s.token_ids], dtype=torch.int64),
-            "loss_mask": torch.tensor([m for _, r in self._open for m in r.loss_mask], dtype=torch.bool),
-            "aux": torch.cat([s.aux for s, _ in self._open]),
-            "last": torch.cat([s.last for s, _ in self._open]),
-        }
-        file = self.directory / f"shard-{number:05}.safetensors"
-        new = file.with_suffix(".new")
-        save_file(tensors, new)
-        entry = ShardEntry(
-            file=file.name,
-            sha256=sha256(new),
-            bytes=new.stat().st_size,
-            tokens=len(tensors["token_ids"]),
-            mean_norms=tuple(float(c.float().norm(dim=-1).mean()) for c in _columns(tensors["aux"], tensors["last"])),
-        )
-        samples, start = [], 0
-        for s, r in self._open:
-            length = len(s.token_ids)
-            samples.append(SampleEntry(s.id, r.category, number, start, length, r.prompt_tokens, r.response_tokens))
+        """Hand the open shard to a thread."""
+        number, start = len(self._shards) + len(self._in_flight), 0
+        entries: list[SampleEntry] = []
+        for sample in self._open:
+            r, length = sample.response, len(sample.states.token_ids)
+            entries.append(SampleEntry(r.id, r.category, number, start, length, r.prompt_tokens, r.response_tokens))
             start += length
-        publish(new, file)
-        # The part comes after the shard: a shard without its part is written again.
-        write_json(file.with_suffix(".json"), index_of(self.spec, [entry], samples))
-        self._shards.append(entry)
-        self._samples += samples
+        file = self.directory / f"shard-{number:05}.safetensors"
+        self._in_flight.append((self._threads.submit(_write_shard, self._open, file), entries))
         self._open, self._open_tokens = [], 0
+        while len(self._in_flight) > IN_FLIGHT or (self._in_flight and self._in_flight[0][0].done()):
+            self._publish_oldest()
+
+    def _publish_oldest(self) -> None:
+        """Wait for the oldest shard that is being written, and give it its name and its part of the index."""
+        written, entries = self._in_flight[0]
+        entry = written.result()
+        file = self.directory / entry.file
+        publish(file.with_suffix(".new"), file)
+        # The part comes after the shard: a shard without its part is written again.
+        write_json(file.with_suffix(".json"), index_of(self.spec, [entry], entries))
+        self._shards.append(entry)
+        self._samples += entries
+        self._in_flight.popleft()
+
+
+def _write_shard(samples: Sequence[OpenSample], file: Path) -> ShardEntry:
+    """Write what is to become `file` under another name, and make sure that it is on disk."""
+    import numpy as np
+    import torch
+    from safetensors.torch import save_file
+
+    counts = [len(s.states.token_ids) for s in samples]
+    ids = np.fromiter(chain.from_iterable(s.states.token_ids for s in samples), np.int64, sum(counts))
+    mask = np.fromiter(chain.from_iterable(s.response.loss_mask for s in samples), np.bool_, sum(counts))
+    tensors = {
+        "token_ids": torch.from_numpy(ids),
+        "loss_mask": torch.from_numpy(mask),
+        "aux": torch.cat([s.states.aux for s in samples]),
+        "last": torch.cat([s.states.last for s in samples]),
+    }
+    new = file.with_suffix(".new")
+    save_file(tensors, new)
+    sync(new)
+    return ShardEntry(
+        file=file.name,
+        sha256=sha256(new),
+        bytes=new.stat().st_size,
+        tokens=len(ids),
+        mean_norms=tuple(torch.cat([s.norms for s in samples]).double().mean(dim=0).tolist()),
+    )
+
+
+def _norms(states: Tensor) -> Tensor:
+    """L2 norm over the last dimension, in float32."""
+    import torch
+
+    return torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 
 
 class Shards(Sequence[Sample]):
@@ -267,8 +331,3 @@ class Shards(Sequence[Sample]):
                 raise EagleError(f"{self.directory / shard.file} holds {found}, its index says {wanted}")
             self._files[number] = file
         return self._files[number]
-
-
-def _columns(aux: Tensor, last: Tensor) -> list[Tensor]:
-    """Each boundary's [N, H] part of `aux`, then `last`."""
-    return [*aux.split(last.shape[-1], dim=-1), last]

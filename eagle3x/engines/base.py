@@ -68,6 +68,9 @@ class Engine(Protocol):
     can_serve_both: bool
     """Whether the machine holds two endpoints at once, with and without a drafter."""
 
+    can_serve_plain: bool
+    """Whether the target can also be served without a drafter; a server that is not ours serves as it was started."""
+
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Answer the requests at the engine's best batch size, in order of completion."""
         ...

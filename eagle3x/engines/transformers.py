@@ -154,6 +154,7 @@ class TransformersEngine:
     """A loaded target."""
 
     can_serve_both = True  # they share its weights
+    can_serve_plain = True
 
     def __init__(self, model: TargetModel, target: Target, batch_size: int) -> None:
         self._model: TargetModel | None = model

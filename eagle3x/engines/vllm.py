@@ -30,7 +30,7 @@ from eagle3x.engines.vllm_arguments import (
     resolved_dtype,
     resolved_runner,
 )
-from eagle3x.engines.vllm_attach import attach
+from eagle3x.engines.vllm_attach import AttachedVllm, attached_refusals, attached_version
 from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, ScratchFolder, capture_arguments
 from eagle3x.engines.vllm_serve import Launch, capacity, serve
 from eagle3x.engines.vllm_servers import Servers
@@ -60,14 +60,18 @@ class VllmAdapter:
 
     def identity(self, slot: Slot, target: Target, hardware: Hardware) -> dict[str, Any]:
         """What decides the floats. `batch_size` too: which rows are computed together moves the last bits."""
-        found = interpreter.find("vllm", slot.backend.python, hardware.device)
         capability = compute_capability(hardware) if hardware.device == "cuda" else None
+        if slot.backend.url is not None:  # what it does not tell is what the user says of it
+            software = {"version": attached_version(slot.backend.url), "torch": None, "attention": slot.attention.name}
+        else:
+            found = interpreter.find("vllm", slot.backend.python, hardware.device)
+            attention = resolved_attention(slot, target, hardware, capability)
+            software = {"version": found.version, "torch": found.packages["torch"], "attention": attention}
         return {
             "engine": self.name,
-            "version": found.version,
-            "torch": found.packages["torch"],
+            **software,
+            "attached": slot.backend.url is not None,
             "runner": resolved_runner(slot),
-            "attention": resolved_attention(slot, target, hardware, capability),
             "quantization": slot.quantization.scheme,
             "dtype": resolved_dtype(slot, hardware),
             "kv_cache_dtype": slot.backend.kv_cache_dtype,
@@ -85,6 +89,8 @@ class VllmAdapter:
         """Every reason why this combination cannot run here, each with what would be right."""
         backend = slot.backend
         capability = compute_capability(hardware) if hardware.device == "cuda" else None
+        if backend.url is not None and slot.role == "serve":
+            return attached_refusals(backend)
         reasons: list[str] = []
         if hardware.device == "cuda" and capability is None:
             reasons.append("hardware.device=cuda: the driver reports no GPU; use hardware=cpu")
@@ -116,14 +122,12 @@ class VllmAdapter:
             for field in ("url", "port"):
                 if getattr(backend, field) is not None:
                     reasons.append(f"backend.{field}: belongs to the serve slot; set serve.backend.{field}")
-        elif backend.url is not None and backend.port is not None:
-            reasons.append("serve.backend.url attaches to a server, serve.backend.port is for one that is started")
         return reasons
 
     def drafter_refusals(self, slot: Slot, target: Target, hardware: Hardware, plan: DrafterPlan) -> list[str]:
         """Every reason why vLLM would not serve such a drafter, or would serve it wrong."""
         reasons: list[str] = []
-        k, version = plan.num_speculative_tokens, interpreter.find("vllm", slot.backend.python, hardware.device).version
+        k, version = plan.num_speculative_tokens, self.identity(slot, target, hardware)["version"]
         if k > MOST_DRAFT_TOKENS:
             reasons.append(f"speculation.num_speculative_tokens={k}: vLLM verifies at most {MOST_DRAFT_TOKENS} a step")
         if plan.variants and _numbers(version) < OLDEST_READ:
@@ -138,8 +142,10 @@ class VllmAdapter:
             )
         return reasons
 
-    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> VllmEngine:
+    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> VllmEngine | AttachedVllm:
         """An engine that loads the target when it is first asked for something: its processes differ by what for."""
+        if slot.backend.url is not None:
+            return AttachedVllm(slot.backend.url, target, slot.backend.batch_size)
         found = interpreter.find("vllm", slot.backend.python, hardware.device)
         if found.version.split("+")[0] not in TESTED:
             log(f"vLLM {found.version} was never tested with eagle3x ({', '.join(TESTED)} were); going on")
@@ -154,7 +160,9 @@ class VllmEngine:
         self._offline: OfflineVllm | None = None
         self._offline_for: str | tuple[int, ...] = ""
         self._scratch: ScratchFolder | None = None
-        self.can_serve_both = both_fit(slot, target, hardware)
+        self.can_serve_both = slot.backend.port is None and both_fit(slot, target, hardware)
+        self.can_serve_plain = True
+        self._passed = False
         self._servers = Servers(self._start_server, 2 if self.can_serve_both else 1)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
@@ -189,13 +197,11 @@ class VllmEngine:
         Raises:
             EagleError: the server runs in another way than was asked. EngineDied: it ended; with the end of its log.
         """
-        backend = self._slot.backend
-        if backend.url is not None:
-            return attach(backend.url, self._target, speculation)
         self._close_offline()
-        if speculation is not None:
+        if speculation is not None and not self._passed:
             identity = VllmAdapter().identity(self._slot, self._target, self._hardware)
             check_known_answer(identity, speculation.num_speculative_tokens, self._serve_known(speculation))
+            self._passed = True
         return self._servers.lend(drafter, speculation)
 
     def native_layer_ids(self, boundaries: Sequence[int]) -> list[int]:

@@ -101,7 +101,16 @@ def _one(m: Measurement) -> list[Tile]:
             found.append(Tile("a verify step costs", f"{s.step_cost:.2f}", note))
     else:
         found.append(Tile("decode speed-up", NONE, "not measured (benchmark.timing=false)"))
-    same = m.identical_outputs
+    found.append(_outputs_tile(m.identical_outputs))
+    said = match(m)
+    trained = "not known" if m.boundaries.trained is None else numbers(m.boundaries.trained)
+    found.append(Tile("boundaries", said.text, f"trained {trained}, fed {numbers(m.boundaries.fed)}", said.tone))
+    return found
+
+
+def _outputs_tile(same: IdenticalOutputs | None) -> Tile:
+    if same is None:
+        return Tile("identical outputs", NONE, "not compared: the target was not served without the drafter")
     note = (
         f"{count(len(same.differences), 'difference')} listed below"
         if same.differences
@@ -110,11 +119,7 @@ def _one(m: Measurement) -> list[Tile]:
     tone = "bad" if same.lossy else "good" if same.rate == 1 else ""
     if same.differences:
         note += f", {same.lossy} of them lossy" if same.lossy else ", all near-ties" if _all_ties(same) else ""
-    found.append(Tile("identical outputs", rate(same.rate), note, tone))
-    said = match(m)
-    trained = "not known" if m.boundaries.trained is None else numbers(m.boundaries.trained)
-    found.append(Tile("boundaries", said.text, f"trained {trained}, fed {numbers(m.boundaries.fed)}", said.tone))
-    return found
+    return Tile("identical outputs", rate(same.rate), note, tone)
 
 
 def _all_ties(same: IdenticalOutputs) -> bool:

@@ -111,7 +111,8 @@ class Measurement:
     per_category: dict[str, Interval]
     speedup: dict[str, SpeedUp]
     """By concurrency; empty without a timing pass."""
-    identical_outputs: IdenticalOutputs
+    identical_outputs: IdenticalOutputs | None
+    """None: the target was not served without the drafter."""
     replay: Replay | None
     boundaries: Boundaries
     mismatched: bool | None
@@ -257,7 +258,9 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
             c: SpeedUp(_interval(s["decode"]), _interval(s["end_to_end"]), s["tau"], s["prompts"])
             for c, s in (record["speedup"] or {}).items()
         },
-        identical_outputs=IdenticalOutputs(same["rate"], same["lossy"], tuple(same["differences"])),
+        identical_outputs=None
+        if same is None
+        else IdenticalOutputs(same["rate"], same["lossy"], tuple(same["differences"])),
         replay=None if record["replay"] is None else _replay(record["replay"]),
         boundaries=Boundaries(
             trained=None if bounds["trained"] is None else tuple(bounds["trained"]),

@@ -173,7 +173,7 @@ def candidates_table(summary: Summary) -> Table:
 
 def outputs_table(summary: Summary) -> Table:
     """Outputs that differ with and without the drafter."""
-    listed = [(c.label, d) for c, m in summary.measured for d in m.identical_outputs.differences]
+    listed = [(c.label, d) for c, m in summary.measured for d in _differences(m)]
     note = "At temperature 0 both may part only where the target's two best tokens are nearly tied."
     return _listing("outputs", "Outputs that differ with the drafter", note, listed)
 
@@ -244,8 +244,14 @@ def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
         _estimate(figure(replay.tau if replay else None)),
         agreed,
         *_speed_entries(m),
-        Entry(rate(same.rate), note=f"{len(same.differences)} listed below" if same.differences else ""),
+        Entry("not compared", "quiet")
+        if same is None
+        else Entry(rate(same.rate), note=f"{len(same.differences)} listed below" if same.differences else ""),
     )
+
+
+def _differences(m: Measurement) -> tuple[dict[str, Any], ...]:
+    return m.identical_outputs.differences if m.identical_outputs is not None else ()
 
 
 def _share(i: Interval) -> Entry:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from eagle3x.data import shards as shards_module
-from eagle3x.data.shards import Shards, ShardSpec, ShardWriter, estimate_bytes, require_space
+from eagle3x.data.shards import IN_FLIGHT, Shards, ShardSpec, ShardWriter, estimate_bytes, require_space
 from eagle3x.types import EagleError, HiddenStates, Response
 
 SPEC = ShardSpec(boundaries=(1, 3), hidden_size=4, dtype="float32", last_norm="post_norm")
@@ -154,6 +154,7 @@ def test_resumes_at_the_last_finished_shard(tmp_path: Path) -> None:
     for r in responses[:3]:
         killed.add(states_of(r), r)
     # Two samples fill shard 0; the third is in the open shard, which a kill loses.
+    killed.settle()
     del killed
     with pytest.raises(EagleError, match=r"index.json"):
         Shards(tmp_path)  # incomplete means absent
@@ -182,6 +183,20 @@ def test_an_error_leaves_the_directory_open(tmp_path: Path) -> None:
     with pytest.raises(EagleError, match="the engine died"):
         failing()
     assert not (tmp_path / "index.json").exists()
+
+
+def test_full_shards_are_kept_when_the_engine_dies(tmp_path: Path) -> None:
+    responses = [response(f"s{i}", 3) for i in range(7)]
+
+    def failing() -> None:
+        with ShardWriter(tmp_path, SPEC, max_tokens_per_shard=6) as writer:
+            for r in responses:
+                writer.add(states_of(r), r)
+            raise EagleError("the engine died")
+
+    with pytest.raises(EagleError, match="the engine died"):
+        failing()
+    assert ShardWriter(tmp_path, SPEC, 6).done_ids == {f"s{i}" for i in range(6)}
 
 
 @pytest.mark.parametrize("step", ["publish", "write_json"])
@@ -216,8 +231,8 @@ def write_until_killed(directory: Path, pipe: Connection) -> None:
         pipe.send_bytes(str(i).encode())
 
 
-def test_kills_lose_at_most_the_open_shard(tmp_path: Path) -> None:
-    """SIGKILL at 20 moments: what was added before the open shard is there, in order and whole."""
+def test_kills_lose_at_most_the_open_shard_and_those_in_flight(tmp_path: Path) -> None:
+    """SIGKILL at 20 moments: what was added before them is there, in order and whole."""
     context = multiprocessing.get_context("fork")  # a fresh interpreter would take seconds to import torch
     added, moments = -1, random.Random(0)
     for _ in range(20):
@@ -237,7 +252,7 @@ def test_kills_lose_at_most_the_open_shard(tmp_path: Path) -> None:
         writer = ShardWriter(tmp_path, KILL_SPEC, 4)
         assert writer.done_ids == {f"s{i}" for i in range(len(writer.done_ids))}
         # Sample `added` and the one before it may be the open shard, which is written when the next one comes.
-        assert len(writer.done_ids) >= added - 1
+        assert len(writer.done_ids) >= added - 1 - 2 * IN_FLIGHT
     writer.close()
     shards = Shards(tmp_path)
     shards.verify()
