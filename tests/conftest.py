@@ -19,7 +19,7 @@ CHARACTERS = ("\n", *map(chr, range(32, 127)), *map(chr, range(0xE0, 0xE0 + 29))
 """With SPECIAL 128 tokens, each a character: text and token ids can be worked out by hand."""
 
 
-def write_tiny_target(path: Path, seed: int = 0) -> None:
+def write_tiny_target(path: Path, seed: int = 0, head_dim: int = 8) -> None:
     """A random Llama as a Hugging Face directory: 6 blocks, H=32, 4 heads (2 KV) of 8, V=128, untied head, float32."""
     import torch
     from tokenizers import Tokenizer, decoders, models
@@ -29,7 +29,7 @@ def write_tiny_target(path: Path, seed: int = 0) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.2,
+            num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=512, initializer_range=0.2,
             rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False,
         )
     )  # fmt: skip
@@ -46,7 +46,7 @@ def write_tiny_target(path: Path, seed: int = 0) -> None:
 
 
 @pytest.fixture(scope="session")
-def write_target() -> Callable[[Path, int], None]:
+def write_target() -> Callable[..., None]:
     """`write_tiny_target`, for tests that need a target of their own."""
     return write_tiny_target
 

@@ -45,11 +45,13 @@ class Server:
         timeout: float,
         port: int | None = None,
         health: str = "/health",
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Server:
         """Start a server on 127.0.0.1 and wait until `health` answers 200, at most `timeout` seconds.
 
         `argv_for_port`: the command line for a port, which must bind 127.0.0.1. `port`: None takes a free one; if
-        another program gets that port first, another is tried. `env` is added to this process's environment.
+        another program gets that port first, another is tried. `env` is added to this process's environment. `wanted`:
+        asked while it starts; False ends it.
 
         Raises:
             EngineDied: it ended before it was ready; the message has the end of its log.
@@ -58,16 +60,16 @@ class Server:
         if port is not None:
             if taken(port):
                 raise EagleError(f"backend.port={port}: another program listens there; name a free port, or null")
-            return cls._launched(argv_for_port, port, log, env, timeout, health)
+            return cls._launched(argv_for_port, port, log, env, timeout, health, wanted)
         for _ in range(PORT_TRIES - 1):
             chosen = free_port()
             try:
-                return cls._launched(argv_for_port, chosen, log, env, timeout, health)
+                return cls._launched(argv_for_port, chosen, log, env, timeout, health, wanted)
             except EngineDied:
                 if not taken(chosen):
                     raise
                 progress.log(f"port {chosen} was taken by another program before the server got it: trying another")
-        return cls._launched(argv_for_port, free_port(), log, env, timeout, health)
+        return cls._launched(argv_for_port, free_port(), log, env, timeout, health, wanted)
 
     @classmethod
     def attach(cls, url: str, health: str = "/health") -> Server:
@@ -122,6 +124,7 @@ class Server:
         env: Mapping[str, str] | None,
         timeout: float,
         health: str,
+        wanted: Callable[[], bool],
     ) -> Server:
         server = cls(f"http://{LOOPBACK}:{port}", health, child := Child(argv_for_port(port), log, env))
         try:
@@ -130,6 +133,8 @@ class Server:
                 # Another program may have got the port and answer in our server's place.
                 while not (listens(child.processes(), port) and server._ill() is None):
                     server.check()
+                    if not wanted():
+                        raise EagleError(f"the server at {server.url} was ended before it was ready: nobody wants it")
                     if time.monotonic() > deadline:
                         raise EagleError(
                             f"backend.start_timeout={timeout:g}: the server at {server.url} was not ready within that"

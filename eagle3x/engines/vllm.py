@@ -1,11 +1,11 @@
-"""vLLM, in its own environment and process. Tested with the versions of `TESTED`; others run with a warning.
+"""vLLM, in its own environment and process. Versions other than those of `TESTED` run with a warning.
 
 Nothing here imports torch or vLLM before an engine is opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from eagle3x.engines.openai_endpoint import OpenAIEndpoint
     from eagle3x.targets import Target
 
-TESTED = ("0.32.0",)
+TESTED = {("0.32.0", "cpu"), ("0.26.0", "cuda")}
 OLDEST_READ = (0, 26)
 """Sources from this version on were read: all norm options of a drafter are honoured, runner V2 exists."""
 MOST_DRAFT_TOKENS = 128
@@ -147,8 +147,9 @@ class VllmAdapter:
         if slot.backend.url is not None:
             return AttachedVllm(slot.backend.url, target, slot.backend.batch_size)
         found = interpreter.find("vllm", slot.backend.python, hardware.device)
-        if found.version.split("+")[0] not in TESTED:
-            log(f"vLLM {found.version} was never tested with eagle3x ({', '.join(TESTED)} were); going on")
+        if (found.version.split("+")[0], hardware.device) not in TESTED:
+            known = ", ".join(f"{version} on {device}" for version, device in sorted(TESTED))
+            log(f"vLLM {found.version} was never tested with eagle3x on {hardware.device} ({known} were); going on")
         return VllmEngine(slot, target, hardware, job, found)
 
 
@@ -198,6 +199,8 @@ class VllmEngine:
             EagleError: the server runs in another way than was asked. EngineDied: it ended; with the end of its log.
         """
         self._close_offline()
+        if self.can_serve_both:
+            self._servers.prepare(drafter, speculation)  # while the known-answer pair is served
         if speculation is not None and not self._passed:
             identity = VllmAdapter().identity(self._slot, self._target, self._hardware)
             check_known_answer(identity, speculation.num_speculative_tokens, self._serve_known(speculation))
@@ -209,13 +212,16 @@ class VllmEngine:
         reader = Reader("vllm", self._found.version, runner=resolved_runner(self._slot))
         return native_layer_ids(reader, boundaries, self._target.num_blocks)
 
-    def _start_server(self, drafter: Path | None, speculation: Speculation | None) -> OpenAIEndpoint:
+    def _start_server(
+        self, drafter: Path | None, speculation: Speculation | None, wanted: Callable[[], bool]
+    ) -> OpenAIEndpoint:
         name = "vllm-serve.log" if drafter is None else "vllm-serve-drafter.log"
-        return serve(self._launch(self._target, self._job.longest, name), drafter, speculation)
+        return serve(self._launch(self._target, self._job.longest, name), drafter, speculation, wanted)
 
     def _serve_known(self, speculation: Speculation) -> Serve:
         def serve_pair(target: Target, drafter: Path) -> OpenAIEndpoint:
-            self._servers.close()  # the memory may not hold one more
+            if not self.can_serve_both:
+                self._servers.close()  # the memory may not hold one more
             return serve(self._launch(target, LONGEST, "vllm-known-answer.log"), drafter, speculation)
 
         return serve_pair

@@ -41,9 +41,7 @@ class AttachedVllm:
 
     def capture(self, samples: Sequence[TokenSample], boundaries: Sequence[int]) -> Iterator[HiddenStates]:
         """Raises EagleError: a server hands out no states."""
-        raise EagleError(
-            f"{self._url}: a server hands out no hidden states; capture with a backend that is started here"
-        )
+        raise EagleError(f"{self._url}: a server hands out no hidden states; capture with a backend started here")
 
     def serve(self, drafter: Path | None, speculation: Speculation | None) -> Endpoint:
         """The server, whose drafter must be the one in directory `drafter`: nobody can look.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,8 +88,15 @@ def capacity(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int,
     }
 
 
-def serve(launch: Launch, drafter: Path | None, speculation: Speculation | None) -> OpenAIEndpoint:
+def serve(
+    launch: Launch,
+    drafter: Path | None,
+    speculation: Speculation | None,
+    wanted: Callable[[], bool] = lambda: True,
+) -> OpenAIEndpoint:
     """Start a server, with the exported drafter in directory `drafter` if one is given, and check it.
+
+    `wanted`: asked while it starts; False ends it.
 
     Raises:
         EngineDied: it ended before it was ready; the message has the end of its log.
@@ -105,6 +112,7 @@ def serve(launch: Launch, drafter: Path | None, speculation: Speculation | None)
             env={**ENVIRONMENT, **launch.environment},
             timeout=launch.timeout,
             port=launch.port,
+            wanted=wanted,
         ),
         SERVED_NAME,
         launch.target.eos_token_ids,

@@ -24,6 +24,8 @@ from eagle3x.engines.sglang_states import read_states
 from eagle3x.targets import Target
 from eagle3x.types import HiddenStates, TokenSample
 
+pytestmark = pytest.mark.xdist_group("engines")
+
 PROJECT = Path(__file__).parents[2]
 PREFIX = "wanted-"
 CPU = {

@@ -21,6 +21,8 @@ from eagle3x.engines.vllm import VllmEngine
 from eagle3x.targets import Target
 from eagle3x.types import EagleError, Request, TokenSample
 
+pytestmark = pytest.mark.xdist_group("engines")  # one at a time: two engines on two cores starve each other
+
 CPU = Hardware(device="cpu", threads=None, devices=None)
 LONGEST = 160
 LENGTHS = (150, 7, 33, 64, 20, 1, 90, 48)

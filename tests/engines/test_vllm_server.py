@@ -31,7 +31,7 @@ from eagle3x.engines.vllm_serve import Launch, argv, capacity, differences, flag
 from eagle3x.targets import resolve
 from eagle3x.types import Completion, EagleError, Request, SpecCounters, total
 
-pytestmark = pytest.mark.xdist_group("vllm_server")
+pytestmark = pytest.mark.xdist_group("engines")
 
 K = 3
 EOS_AT = 18
