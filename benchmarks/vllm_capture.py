@@ -48,7 +48,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory for each engine")
-    parser.add_argument("--store", help="folder for the shards; default: a temporary one")
+    parser.add_argument(
+        "--store", nargs="+", default=[tempfile.gettempdir()], help="folders for the shards, each timed"
+    )
     asked = parser.parse_args()
 
     boundaries = tuple(int(b) for b in asked.boundaries.split(","))
@@ -82,36 +84,38 @@ def main() -> None:
 
     texts = sequences(asked.tokens, asked.longest, target.vocab_size)
     tokens = sum(len(text) for text in texts)
-    store = Path(tempfile.mkdtemp(prefix="eagle3x-bench-", dir=asked.store))
     spec = ShardSpec(boundaries, target.hidden_size, dtype, "pre_norm")
+    logs = Path(tempfile.mkdtemp(prefix="eagle3x-bench-"))
+    per_token = len(ids) * target.hidden_size * DTYPE_BYTES[dtype]
     try:
         with (
-            OfflineVllm(found.python, {**shared, **batching}, variables, store / "plain.log") as plain,
-            OfflineVllm(found.python, {**shared, **capture}, variables, store / "capture.log") as capturing,
+            OfflineVllm(found.python, {**shared, **batching}, variables, logs / "plain.log") as plain,
+            OfflineVllm(found.python, {**shared, **capture}, variables, logs / "capture.log") as capturing,
         ):
-            seconds: dict[str, list[float]] = {"plain": [], "capture": []}
-            for round_ in range(asked.rounds + 1):
-                for turn, side in enumerate(("plain", "capture", "capture", "plain")):
-                    engine = plain if side == "plain" else capturing
-                    spent = timed(side, engine, texts, spec, store / "shards", f"{round_}-{turn}")
-                    if round_:
-                        seconds[side].append(spent)
-            report = capturing.report
+            print(f"vLLM {found.version}, {capturing.report}, {len(texts)} sequences, {tokens} tokens a turn")
+            print("| target | shards in | capture / plain prefill (median, all) | capture tok/s | plain tok/s | GB/s |")
+            print("| --- | --- | --- | --- | --- | --- |")
+            for place in asked.store:
+                folder = Path(tempfile.mkdtemp(prefix="eagle3x-bench-", dir=place)) / "shards"
+                seconds: dict[str, list[float]] = {"plain": [], "capture": []}
+                for round_ in range(asked.rounds + 1):
+                    for turn, side in enumerate(("plain", "capture", "capture", "plain")):
+                        engine = plain if side == "plain" else capturing
+                        spent = timed(side, engine, texts, spec, folder, f"{place}-{round_}-{turn}")
+                        if round_:
+                            seconds[side].append(spent)
+                shutil.rmtree(folder.parent)
+                pairs = zip(seconds["plain"], seconds["capture"], strict=True)
+                ratios = sorted(without / with_ for without, with_ in pairs)
+                rates = {side: tokens * len(spent) / sum(spent) for side, spent in seconds.items()}
+                shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                print(
+                    f"| {target.name} | {place} | {statistics.median(ratios):.3f} ({shown}) | {rates['capture']:,.0f}"
+                    f" | {rates['plain']:,.0f} | {rates['capture'] * per_token / 1e9:.2f} |",
+                    flush=True,
+                )
     finally:
         scratch.remove()
-        shutil.rmtree(store)
-    pairs = zip(seconds["plain"], seconds["capture"], strict=True)
-    ratios = [without / with_ for without, with_ in pairs]
-    rates = {side: tokens * len(spent) / sum(spent) for side, spent in seconds.items()}
-    per_token = len(ids) * target.hidden_size * DTYPE_BYTES[dtype]
-    print(f"vLLM {found.version}, {report}, {len(texts)} sequences, {tokens} tokens a turn, {asked.rounds} rounds")
-    print("| target | capture / plain prefill (median, all) | capture tok/s | plain tok/s | stored GB/s |")
-    print("| --- | --- | --- | --- | --- |")
-    shown = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
-    print(
-        f"| {target.name} | {statistics.median(ratios):.3f} ({shown}) | {rates['capture']:,.0f} | {rates['plain']:,.0f}"
-        f" | {rates['capture'] * per_token / 1e9:.2f} |"
-    )
 
 
 def sequences(tokens: int, longest: int, vocabulary: int) -> list[tuple[int, ...]]:
