@@ -80,7 +80,7 @@ def main() -> None:
     scratch = ScratchFolder(FILES_ALIVE * step_bytes)
     capture = capture_arguments(ids, scratch.path, longest, asked.batch_tokens)
     batching = {name: capture[name] for name in ("enable_chunked_prefill", "max_num_batched_tokens")}
-    variables = environment(slot, target, hardware, longest)
+    variables = environment(slot, target, hardware, longest, found.python)
 
     texts = sequences(asked.tokens, asked.longest, target.vocab_size)
     tokens = sum(len(text) for text in texts)

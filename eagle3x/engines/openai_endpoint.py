@@ -120,6 +120,7 @@ class OpenAIEndpoint:
             return
         try:
             self._in_loop(self._client.aclose()).result()
+            self._in_loop(self._loop.shutdown_asyncgens()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()

@@ -239,7 +239,7 @@ class VllmEngine:
             self._found,
             target,
             {**asked, **slot.backend.engine_args},
-            environment(slot, target, hardware, longest),
+            environment(slot, target, hardware, longest, self._found.python),
             hardware.device,
             identity["runner"],
             identity["attention"],
@@ -266,7 +266,7 @@ class VllmEngine:
             size = max(longest, batch) * len(ids) * target.hidden_size * DTYPE_BYTES[identity["dtype"]]
             self._scratch = ScratchFolder(FILES_ALIVE * size)
             asked |= capture_arguments(ids, self._scratch.path, longest, batch)
-        variables = environment(slot, target, hardware, longest)
+        variables = environment(slot, target, hardware, longest, self._found.python)
         name = "vllm-generate.log" if purpose == GENERATING else "vllm-capture.log"
         self._offline = OfflineVllm(self._found.python, asked, variables, self._job.logs / name)
         self._offline_for = purpose

@@ -240,7 +240,7 @@ def test_kills_lose_at_most_the_open_shard_and_those_in_flight(tmp_path: Path) -
         process = context.Process(target=write_until_killed, args=(tmp_path, theirs))
         process.start()
         theirs.close()
-        for _ in range(moments.randrange(1, 9)):
+        for _ in range(moments.randrange(2, 30)):
             added = int(ours.recv_bytes())
         time.sleep(moments.random() * 0.003)  # into the middle of something
         process.kill()
@@ -265,6 +265,7 @@ def test_refuses_to_resume_another_spec(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, SPEC, 1)
     for r in (response("a", 2), response("b", 2)):
         writer.add(states_of(r), r)
+    writer.settle()
     for other in (
         replace(SPEC, dtype="float16"),
         replace(SPEC, boundaries=(1, 2)),

