@@ -102,7 +102,7 @@ def nothing_left(below: list[int], process: subprocess.Popen[str]) -> None:
 
 def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resumes(workplace: Path) -> None:
     job = start(workplace, *VLLM)
-    below = kill_engine(job, "vllm_worker.py", partial(workplace, "responses", "*part*"))
+    below = kill_engine(job, "vllm_worker.py", partial(workplace, "responses", "parts/*.parquet"))
     said = finish(job, 1)
     assert "SIGKILL" in said
     assert "vllm-generate.log and ends:" in said
@@ -139,11 +139,15 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     assert cell["speedup"]
 
 
-def test_vllm_serves_what_transformers_wrote_and_captured(workplace: Path) -> None:
-    said = finish(start(workplace, "backend@serve.backend=vllm", "serve.backend.batch_size=2"), 0)
+def test_vllm_serves_what_transformers_wrote_and_ids_written_by_hand_are_called_mismatched(workplace: Path) -> None:
+    """Raw ids plus one, as people write them for an engine that counts otherwise."""
+    mix = ("backend@serve.backend=vllm", "serve.backend.batch_size=2", "serve.capture=plus_one")
+    said = finish(start(workplace, *mix, "benchmark.timing=false"), 0)
     assert "vLLM loaded" not in said  # no worker: transformers wrote and captured
     cell = summary(workplace)
     assert (cell["engine"]["engine"], cell["engine"]["version"]) == ("vllm", "0.32.0")
+    assert cell["mismatched"]
+    assert (cell["boundaries"]["trained"], cell["boundaries"]["predicted"]) == ([1, 2, 4], [2, 3, 5])
     assert cell["replay"]["identical_counters"] == cell["replay"]["requests"] == 8
 
 
@@ -152,13 +156,4 @@ def test_vllm_writes_the_text_only(workplace: Path) -> None:
     assert "responses: reused" in said  # the text of the first test here: who extracts and serves does not matter
     cell = summary(workplace)
     assert cell["engine"]["engine"] == "transformers"
-    assert cell["replay"]["identical_counters"] == cell["replay"]["requests"] == 8
-
-
-def test_ids_written_by_hand_are_called_mismatched(workplace: Path) -> None:
-    """Raw ids plus one, as people write them for an engine that counts otherwise."""
-    finish(start(workplace, *VLLM, "serve.capture=plus_one", "benchmark.timing=false"), 0)
-    cell = summary(workplace)
-    assert cell["mismatched"]
-    assert (cell["boundaries"]["trained"], cell["boundaries"]["predicted"]) == ([1, 2, 4], [2, 3, 5])
     assert cell["replay"]["identical_counters"] == cell["replay"]["requests"] == 8
