@@ -1,18 +1,28 @@
-"""A drafter that is sometimes right: fitted to a few texts, as small as the test allows."""
+"""A drafter that is sometimes right: fitted to a few texts, as small as the test allows. And one engine at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.checkpoint import save
 from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.targets import Target
 from eagle3x.types import HiddenStates
+
+
+@pytest.fixture(scope="module")
+def no_other_engine() -> Iterator[None]:
+    """Hold a lock while a file's tests run an engine: two of them on two cores starve each other."""
+    with FileLock(Path(tempfile.gettempdir()) / "eagle3x-test-engine.lock"):
+        yield
+
 
 FitDrafter = Callable[[Target, Sequence[HiddenStates], tuple[int, ...], torch.Tensor, int, Path], Path]
 

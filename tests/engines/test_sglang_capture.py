@@ -24,7 +24,7 @@ from eagle3x.engines.sglang_states import read_states
 from eagle3x.targets import Target
 from eagle3x.types import HiddenStates, TokenSample
 
-pytestmark = pytest.mark.xdist_group("engines")
+pytestmark = pytest.mark.usefixtures("no_other_engine")
 
 PROJECT = Path(__file__).parents[2]
 PREFIX = "wanted-"

@@ -17,7 +17,7 @@ import pytest
 
 from eagle3x.engines.vllm_offline import SCRATCH, SHARED_MEMORY
 
-pytestmark = pytest.mark.xdist_group("engines")
+pytestmark = pytest.mark.usefixtures("no_other_engine")
 
 SMALL = (
     "target=directory", "target.path=tiny", "target.aux_layer_ids=[1,2,4]", "tracking=disabled", "data.limit_train=16",

@@ -21,7 +21,7 @@ from eagle3x.engines.vllm import VllmEngine
 from eagle3x.targets import Target
 from eagle3x.types import EagleError, Request, TokenSample
 
-pytestmark = pytest.mark.xdist_group("engines")  # one at a time: two engines on two cores starve each other
+pytestmark = pytest.mark.usefixtures("no_other_engine")
 
 CPU = Hardware(device="cpu", threads=None, devices=None)
 LONGEST = 160

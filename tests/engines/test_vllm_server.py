@@ -1,7 +1,6 @@
 """A real vLLM server on the CPU with the known-answer pair: every figure was known before it ran.
 
-Two servers are started, with and without the drafter, about a minute each. One file and one xdist group, so that one
-process has both.
+Two servers are started, with and without the drafter, about a minute each, for all tests of this file.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from eagle3x.engines.vllm_serve import Launch, argv, capacity, differences, flag
 from eagle3x.targets import resolve
 from eagle3x.types import Completion, EagleError, Request, SpecCounters, total
 
-pytestmark = pytest.mark.xdist_group("engines")
+pytestmark = pytest.mark.usefixtures("no_other_engine")
 
 K = 3
 EOS_AT = 18
