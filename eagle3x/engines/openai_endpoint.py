@@ -1,7 +1,7 @@
 """A served vLLM as an `Endpoint`, over its OpenAI API.
 
-Requests run on one asyncio loop in a thread of its own: 48 streams cost one core of this side less than 48 threads do,
-and a stream that nobody waits for any more is closed at once, which makes the server drop its request.
+Requests run on one asyncio loop in a thread of its own, so that a stream which nobody waits for any more can be closed
+at once: that makes the server drop its request.
 """
 
 from __future__ import annotations
