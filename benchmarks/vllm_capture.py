@@ -3,9 +3,10 @@
     python benchmarks/vllm_capture.py --target DIRECTORY --boundaries 2,14,26                    # CPU
     python benchmarks/vllm_capture.py --target DIRECTORY --boundaries 2,16,29 --device cuda --random-weights
 
-Both engines are loaded at the same time and take turns (plain, capture, capture, plain; one round first, not counted),
-with the same sequences, batching and dtype. "Capture" ends when the last shard is on disk. `--random-weights` takes the
-shape from the directory's config.json and needs no weights: right for throughput, not for states.
+Both engines are loaded at the same time and take turns (plain, capture, drop, drop, capture, plain; one round first,
+not counted), with the same sequences, batching and dtype. "Capture" ends when the last shard is on disk; "drop"
+captures and forgets, which tells what storing costs. `--random-weights` takes the shape from the directory's
+config.json and needs no weights: right for throughput, not for states.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from eagle3x.data.shards import ShardSpec, ShardWriter
 from eagle3x.engines import interpreter
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.gpus import compute_capability
+from eagle3x.engines.inside.states_ring import RingReader
 from eagle3x.engines.vllm_arguments import DTYPE_BYTES, arguments, environment, resolved_attention, resolved_dtype
-from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, ScratchFolder, capture_arguments
+from eagle3x.engines.vllm_offline import OfflineVllm, capture_arguments, states_ring
 from eagle3x.targets import resolve
 from eagle3x.types import Request, Response, TokenSample
 
@@ -76,9 +78,8 @@ def main() -> None:
     shared = arguments(slot, target, hardware, attention, longest)
     shared |= {"skip_tokenizer_init": True, "worker_extension_cls": "vllm_extension.Report"}
     ids = [*boundaries, target.num_blocks]
-    step_bytes = max(longest, asked.batch_tokens) * len(ids) * target.hidden_size * DTYPE_BYTES[dtype]
-    scratch = ScratchFolder(FILES_ALIVE * step_bytes)
-    capture = capture_arguments(ids, scratch.path, longest, asked.batch_tokens)
+    ring = states_ring(longest, asked.batch_tokens, len(ids), target.hidden_size, dtype)
+    capture = capture_arguments(ids, ring, longest, asked.batch_tokens)
     batching = {name: capture[name] for name in ("enable_chunked_prefill", "max_num_batched_tokens")}
     variables = environment(slot, target, hardware, longest, found.python)
 
@@ -93,15 +94,22 @@ def main() -> None:
             OfflineVllm(found.python, {**shared, **capture}, variables, logs / "capture.log") as capturing,
         ):
             print(f"vLLM {found.version}, {capturing.report}, {len(texts)} sequences, {tokens} tokens a turn")
-            print("| target | shards in | capture / plain prefill (median, all) | capture tok/s | plain tok/s | GB/s |")
-            print("| --- | --- | --- | --- | --- | --- |")
+            print(
+                "| target | shards in | capture / plain (median, all) | capture tok/s | dropped | plain | stored GB/s |"
+            )
+            print("| --- | --- | --- | --- | --- | --- | --- |")
             for place in asked.store:
                 folder = Path(tempfile.mkdtemp(prefix="eagle3x-bench-", dir=place)) / "shards"
-                seconds: dict[str, list[float]] = {"plain": [], "capture": []}
+                seconds: dict[str, list[float]] = {"plain": [], "capture": [], "drop": []}
                 for round_ in range(asked.rounds + 1):
-                    for turn, side in enumerate(("plain", "capture", "capture", "plain")):
-                        engine = plain if side == "plain" else capturing
-                        spent = timed(side, engine, texts, spec, folder, f"{place}-{round_}-{turn}")
+                    for turn, side in enumerate(("plain", "capture", "drop", "drop", "capture", "plain")):
+                        name = f"{place}-{round_}-{turn}"
+                        if side == "plain":
+                            spent = prefill(plain, texts, name)
+                        elif side == "drop":
+                            spent = captured(capturing, texts, spec, ring, name, None)
+                        else:
+                            spent = captured(capturing, texts, spec, ring, name, folder)
                         if round_:
                             seconds[side].append(spent)
                 shutil.rmtree(folder.parent)
@@ -111,11 +119,11 @@ def main() -> None:
                 shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
                 print(
                     f"| {target.name} | {place} | {statistics.median(ratios):.3f} ({shown}) | {rates['capture']:,.0f}"
-                    f" | {rates['plain']:,.0f} | {rates['capture'] * per_token / 1e9:.2f} |",
+                    f" | {rates['drop']:,.0f} | {rates['plain']:,.0f} | {rates['capture'] * per_token / 1e9:.2f} |",
                     flush=True,
                 )
     finally:
-        scratch.remove()
+        ring.close()
 
 
 def sequences(tokens: int, longest: int, vocabulary: int) -> list[tuple[int, ...]]:
@@ -128,27 +136,39 @@ def sequences(tokens: int, longest: int, vocabulary: int) -> list[tuple[int, ...
     return texts
 
 
-def timed(
-    side: str, engine: OfflineVllm, texts: Sequence[tuple[int, ...]], spec: ShardSpec, folder: Path, name: str
-) -> float:
-    """Seconds of one turn."""
-    ids = [f"{name}-{i}" for i in range(len(texts))]
-    if side == "plain":
-        request = Request("", (), 1, ignore_eos=True)
-        asked = [replace(request, id=id_, prompt_ids=text) for id_, text in zip(ids, texts, strict=True)]
-        start = time.perf_counter()
-        assert len(list(engine.generate(asked, ()))) == len(texts)
-        return time.perf_counter() - start
-    responses = {
-        id_: Response(id_, "", "train", text, (True,) * len(text), 0, len(text), "given")
-        for id_, text in zip(ids, texts, strict=True)
-    }
-    shutil.rmtree(folder, ignore_errors=True)
+def prefill(engine: OfflineVllm, texts: Sequence[tuple[int, ...]], name: str) -> float:
+    """Seconds."""
+    request = Request("", (), 1, ignore_eos=True)
+    asked = [replace(request, id=f"{name}-{i}", prompt_ids=text) for i, text in enumerate(texts)]
     start = time.perf_counter()
-    with ShardWriter(folder, spec, TOKENS_PER_SHARD) as writer:
-        samples = [TokenSample(id_, response.token_ids) for id_, response in responses.items()]
-        for states in engine.capture(samples, len(spec.boundaries)):
-            writer.add(states, responses[states.id])
+    assert len(list(engine.generate(asked, ()))) == len(texts)
+    return time.perf_counter() - start
+
+
+def captured(
+    engine: OfflineVllm,
+    texts: Sequence[tuple[int, ...]],
+    spec: ShardSpec,
+    ring: RingReader,
+    name: str,
+    folder: Path | None,
+) -> float:
+    """Seconds, until the last shard is in `folder`, or until the last states were forgotten."""
+    responses = {
+        f"{name}-{i}": Response(f"{name}-{i}", "", "train", text, (True,) * len(text), 0, len(text), "given")
+        for i, text in enumerate(texts)
+    }
+    samples = [TokenSample(id_, response.token_ids) for id_, response in responses.items()]
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    start = time.perf_counter()
+    found = engine.capture(samples, len(spec.boundaries), ring)
+    if folder is None:
+        assert sum(len(states.token_ids) for states in found) == sum(map(len, texts))
+    else:
+        with ShardWriter(folder, spec, TOKENS_PER_SHARD) as writer:
+            for states in found:
+                writer.add(states, responses[states.id])
     return time.perf_counter() - start
 
 

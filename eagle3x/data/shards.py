@@ -9,12 +9,12 @@ Shapes: T tokens of one sample, N of one shard, A boundaries, H hidden size of t
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,15 +29,15 @@ from eagle3x.data.shard_index import (
     read_parts,
     read_spec,
     sha256,
-    sync,
     write_json,
 )
+from eagle3x.data.streamed_safetensors import write_pieces
 from eagle3x.types import EagleError, HiddenStates, Response
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-IN_FLIGHT = 4
+IN_FLIGHT = max(2, min(8, (os.cpu_count() or 2) // 2))
 """Full shards that are written at the same time: one thread neither hashes nor copies as fast as a GPU captures."""
 SAMPLE_BYTES = 130
 """A sample's line in the index, about."""
@@ -218,27 +218,21 @@ class ShardWriter:
 
 def _write_shard(samples: Sequence[OpenSample], file: Path) -> ShardEntry:
     """Write what is to become `file` under another name, and make sure that it is on disk."""
-    import numpy as np
     import torch
-    from safetensors.torch import save_file
 
-    counts = [len(s.states.token_ids) for s in samples]
-    ids = np.fromiter(chain.from_iterable(s.states.token_ids for s in samples), np.int64, sum(counts))
-    mask = np.fromiter(chain.from_iterable(s.response.loss_mask for s in samples), np.bool_, sum(counts))
     tensors = {
-        "token_ids": torch.from_numpy(ids),
-        "loss_mask": torch.from_numpy(mask),
-        "aux": torch.cat([s.states.aux for s in samples]),
-        "last": torch.cat([s.states.last for s in samples]),
+        "token_ids": [torch.tensor(s.states.token_ids) for s in samples],
+        "aux": [s.states.aux for s in samples],
+        "last": [s.states.last for s in samples],
+        "loss_mask": [torch.tensor(s.response.loss_mask) for s in samples],
     }
     new = file.with_suffix(".new")
-    save_file(tensors, new)
-    sync(new)
+    checksum = write_pieces(new, tensors)
     return ShardEntry(
         file=file.name,
-        sha256=sha256(new),
+        sha256=checksum,
         bytes=new.stat().st_size,
-        tokens=len(ids),
+        tokens=sum(len(s.states.token_ids) for s in samples),
         mean_norms=tuple(torch.cat([s.norms for s in samples]).double().mean(dim=0).tolist()),
     )
 

@@ -18,7 +18,6 @@ from eagle3x.engines.known_answer_check import LONGEST, Serve, check_known_answe
 from eagle3x.engines.vllm_arguments import (
     BATCH_TOKENS,
     BLOCK_TOKENS,
-    DTYPE_BYTES,
     STATES_KV_DTYPES,
     arguments,
     both_fit,
@@ -31,7 +30,7 @@ from eagle3x.engines.vllm_arguments import (
     resolved_runner,
 )
 from eagle3x.engines.vllm_attach import AttachedVllm, attached_refusals, attached_version
-from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, ScratchFolder, capture_arguments
+from eagle3x.engines.vllm_offline import OfflineVllm, capture_arguments, states_ring
 from eagle3x.engines.vllm_serve import Launch, capacity, serve
 from eagle3x.engines.vllm_servers import Servers
 from eagle3x.progress import log
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from eagle3x.config import Hardware
     from eagle3x.engines.base import DrafterPlan, Endpoint
     from eagle3x.engines.config import Job, Slot
+    from eagle3x.engines.inside.states_ring import RingReader
     from eagle3x.engines.openai_endpoint import OpenAIEndpoint
     from eagle3x.targets import Target
 
@@ -160,7 +160,7 @@ class VllmEngine:
         self._slot, self._target, self._hardware, self._job, self._found = slot, target, hardware, job, found
         self._offline: OfflineVllm | None = None
         self._offline_for: str | tuple[int, ...] = ""
-        self._scratch: ScratchFolder | None = None
+        self._ring: RingReader | None = None
         self.can_serve_both = slot.backend.port is None and both_fit(slot, target, hardware)
         self.can_serve_plain = True
         self._passed = False
@@ -187,7 +187,9 @@ class VllmEngine:
             if not 0 < len(sample.token_ids) <= self._job.longest:
                 raise EagleError(f"{sample.id}: {len(sample.token_ids)} tokens, should be 1 to {self._job.longest}")
         if samples:
-            yield from self._worker(tuple(boundaries)).capture(samples, len(boundaries))
+            worker = self._worker(tuple(boundaries))
+            assert self._ring is not None
+            yield from worker.capture(samples, len(boundaries), self._ring)
 
     def serve(self, drafter: Path | None, speculation: Speculation | None) -> Endpoint:
         """Serve the target through vLLM's OpenAI server, with the exported drafter in directory `drafter` if given.
@@ -263,9 +265,8 @@ class VllmEngine:
             last = target.num_blocks  # its states before the final norm: the last hidden state
             ids = [*self.native_layer_ids(purpose), *([last] if purpose[-1] != last else [])]
             batch = slot.backend.engine_args.get("max_num_batched_tokens", BATCH_TOKENS[hardware.device])
-            size = max(longest, batch) * len(ids) * target.hidden_size * DTYPE_BYTES[identity["dtype"]]
-            self._scratch = ScratchFolder(FILES_ALIVE * size)
-            asked |= capture_arguments(ids, self._scratch.path, longest, batch)
+            self._ring = states_ring(longest, batch, len(ids), target.hidden_size, identity["dtype"])
+            asked |= capture_arguments(ids, self._ring, longest, batch)
         variables = environment(slot, target, hardware, longest, self._found.python)
         name = "vllm-generate.log" if purpose == GENERATING else "vllm-capture.log"
         self._offline = OfflineVllm(self._found.python, asked, variables, self._job.logs / name)
@@ -281,9 +282,9 @@ class VllmEngine:
         if self._offline is not None:
             self._offline.__exit__(None, None, None)
             self._offline = None
-        if self._scratch is not None:
-            self._scratch.remove()
-            self._scratch = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
     def __enter__(self) -> Self:
         return self

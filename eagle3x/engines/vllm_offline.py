@@ -1,7 +1,7 @@
 """vLLM without a server: generating text and capturing states, in a worker process of vLLM's own environment.
 
-The states of one engine step come as one safetensors file in a scratch folder (shared memory, if it has the room), are
-mapped, and handed on without a copy; the file is removed once it is mapped. The worker pauses while too many wait.
+The states of one engine step come in shared memory (`inside/states_ring.py`) and are handed on without a copy; the
+engine pauses while all of that memory waits for its reader.
 Shapes: N tokens of one step, S states of a token, H hidden size, T tokens of one sample, A boundaries.
 """
 
@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.engines.child import Worker
+from eagle3x.engines.vllm_arguments import DTYPE_BYTES, GIB
 from eagle3x.progress import log
 from eagle3x.types import Completion, EagleError, HiddenStates, Request, Timing, TokenSample
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from eagle3x.engines.inside.states_ring import RingReader
 
 INSIDE = Path(__file__).parent / "inside"
 """What runs in vLLM's environment. A folder of its own: beside it lies vllm.py, which must not be vLLM to anyone."""
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private by mkdtemp)
-SCRATCH = "eagle3x-states-"
-FILES_ALIVE = 8
-"""Steps whose states can exist at once: waiting, being written, mapped by the reader."""
-POLL_SECONDS = 0.001
+STEPS_ALIVE = 8
+"""Steps whose states can exist at once: being computed, waiting, being written to shards."""
+POLL_SECONDS = 0.0002
 
 
 class OfflineVllm:
@@ -71,33 +67,25 @@ class OfflineVllm:
             answer = reply["completion"]
             yield Completion(answer["id"], tuple(answer["token_ids"]), answer["finish"], Timing(*answer["timing"]))
 
-    def capture(self, samples: Sequence[TokenSample], num_boundaries: int) -> Iterator[HiddenStates]:
-        """States of each sample. The last of the captured states is the last hidden state, before the final norm."""
+    def capture(self, samples: Sequence[TokenSample], num_boundaries: int, ring: RingReader) -> Iterator[HiddenStates]:
+        """States of each sample, in memory of `ring`, which the worker was loaded with (`capture_arguments`).
+
+        The last of the captured states is the last hidden state, before the final norm.
+        """
         tokens = {sample.id: sample.token_ids for sample in samples}
         asked = [{"id": sample.id, "token_ids": sample.token_ids} for sample in samples]
         for reply in self._worker.request({"op": "capture", "samples": asked}):
-            states_NSH = self._mapped(Path(reply["file"]))
+            while not ring.written(reply["place"]):
+                self._worker.require_running("vLLM, while it captured states,")
+                time.sleep(POLL_SECONDS)
+            states_NSH = ring.read(reply["place"])
             for id_, start, length in reply["rows"]:
                 rows = states_NSH[start : start + length]
                 if len(rows) != length or length != len(tokens[id_]):
                     raise EagleError(f"{id_}: vLLM captured {len(rows)} states of {len(tokens[id_])} tokens")
                 aux = rows[:, :num_boundaries].flatten(1)  # [T, A*H], a view
                 yield HiddenStates(id_, tokens[id_], aux, rows[:, -1], "pre_norm")
-
-    def _mapped(self, file: Path) -> Tensor:
-        """[N, S, H], once the file is there; its name is gone afterwards."""
-        from safetensors import safe_open
-
-        failed = file.with_suffix(".error")
-        while not file.exists():
-            if failed.exists():
-                raise EagleError(f"vLLM could not write captured states to {file.parent}: {failed.read_text()}")
-            self._worker.require_running("vLLM, while it captured states,")
-            time.sleep(POLL_SECONDS)
-        with safe_open(file, framework="pt") as opened:
-            states = opened.get_tensor("states")
-        file.unlink()
-        return states
+            del states_NSH, rows, aux  # what is not kept is free for the next steps
 
     def __enter__(self) -> Self:
         return self
@@ -108,8 +96,8 @@ class OfflineVllm:
         self._worker.stop()
 
 
-def capture_arguments(layer_ids: Sequence[int], folder: Path, longest: int, batch_tokens: int) -> dict[str, Any]:
-    """Arguments that make vLLM capture these layers, whole prompts at a time, into `folder`."""
+def capture_arguments(layer_ids: Sequence[int], ring: RingReader, longest: int, batch_tokens: int) -> dict[str, Any]:
+    """Arguments that make vLLM capture these layers, whole prompts at a time, into `ring`."""
     spec = {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}
     return {
         "speculative_config": {
@@ -121,41 +109,34 @@ def capture_arguments(layer_ids: Sequence[int], folder: Path, longest: int, batc
             "kv_connector": "StatesConnector",
             "kv_connector_module_path": "vllm_connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"folder": str(folder)},
+            "kv_connector_extra_config": {"ring": ring.path, "places": ring.slots},
         },
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(longest, batch_tokens),
     }
 
 
-class ScratchFolder:
-    """A private folder for `needed` bytes that come and go, in shared memory if it has the room; removed at the end.
+def states_ring(longest: int, batch_tokens: int, num_states: int, hidden_size: int, dtype: str) -> RingReader:
+    """Memory for the states of `STEPS_ALIVE` steps, for a worker with such `capture_arguments`.
 
-    Folders that a killed process left behind are removed first.
+    Raises:
+        EagleError: the machine has not that much.
     """
+    from eagle3x.engines.inside.states_ring import RingReader
 
-    def __init__(self, needed: int) -> None:
-        """Make it. EagleError if no place has `needed` bytes."""
-        for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-            if parent.is_dir():
-                _sweep(parent)
-                if shutil.disk_usage(parent).free > needed:
-                    self.path = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=parent))
-                    return
+    step = max(longest, batch_tokens) * num_states * hidden_size * DTYPE_BYTES[dtype]
+    free = available_memory()
+    if STEPS_ALIVE * step > free:
         raise EagleError(
-            f"captured states need {needed / 1024**3:.1f} GiB of scratch space in {SHARED_MEMORY} or"
-            f" {tempfile.gettempdir()}: make room, set TMPDIR to another folder, or lower"
-            " backend.engine_args.max_num_batched_tokens"
+            f"captured states on their way to disk need {STEPS_ALIVE * step / GIB:.1f} GiB of memory, {free / GIB:.1f}"
+            " GiB are free: make room, or lower backend.engine_args.max_num_batched_tokens"
         )
-
-    def remove(self) -> None:
-        """Remove it with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    return RingReader(STEPS_ALIVE, step)
 
 
-def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{SCRATCH}*"):
-        pid = re.match(rf"{SCRATCH}(\d+)-", folder.name)
-        if pid is not None and not Path(f"/proc/{pid[1]}").exists():
-            with suppress(OSError):
-                shutil.rmtree(folder)
+def available_memory() -> int:
+    """Bytes that this machine's programs can still take, as Linux estimates it."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    if found is None:
+        raise EagleError("/proc/meminfo does not say how much memory is available")
+    return int(found[1]) * 1024

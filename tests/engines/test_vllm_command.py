@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from eagle3x.engines.vllm_offline import SCRATCH, SHARED_MEMORY
-
 pytestmark = pytest.mark.usefixtures("no_other_engine")
 
 SMALL = (
@@ -94,10 +92,9 @@ def summary(workplace: Path) -> dict[str, Any]:
     return json.loads((workplace / "outputs/latest/summary.json").read_text())["cells"][0]
 
 
-def nothing_left(below: list[int], process: subprocess.Popen[str]) -> None:
+def nothing_left(below: list[int]) -> None:
     alive = [pid for pid in below if Path(f"/proc/{pid}").exists()]
     assert not alive, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in alive]
-    assert not list(SHARED_MEMORY.glob(f"{SCRATCH}{process.pid}-*"))
 
 
 def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resumes(workplace: Path) -> None:
@@ -106,15 +103,15 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     said = finish(job, 1)
     assert "SIGKILL" in said
     assert "vllm-generate.log and ends:" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert made(workplace) == {"prompts"}
 
     job = start(workplace, *VLLM)
-    below = kill_engine(job, "vllm_worker.py", lambda: any(SHARED_MEMORY.glob(f"{SCRATCH}{job.pid}-*/*")))
+    below = kill_engine(job, "vllm_worker.py", partial(workplace, "hidden_states", "train"))
     said = finish(job, 1)
     assert re.search(r"responses: [1-9]\d* of \d+ are there from an earlier attempt", said)
     assert "vllm-capture.log" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert made(workplace) == {"prompts", "responses"}
 
     job = start(workplace, *VLLM)
@@ -122,7 +119,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     below = kill_engine(job, "vllm.entrypoints.openai.api_server", acceptance)
     said = finish(job, 1)
     assert "vllm-serve-drafter.log" in said
-    nothing_left(below, job)
+    nothing_left(below)
     port = re.search(r"http://127\.0\.0\.1:(\d+)", said)
     assert port is not None
     assert made(workplace) == {"prompts", "responses", "hidden_states", "drafter", "export"}

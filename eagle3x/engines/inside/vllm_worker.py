@@ -5,7 +5,7 @@ stdin, its answers are lines of JSON on the descriptor that EAGLE3X_REPLY_FD nam
 
     {"op": "load", "arguments": {...}}        -> {"report": {...}}
     {"op": "generate", "requests": [...]}     -> {"completion": {...}} in order of completion
-    {"op": "capture", "samples": [...]}       -> {"file": ..., "rows": [[id, first row, tokens], ...]} per engine step
+    {"op": "capture", "samples": [...]}       -> {"place": ..., "rows": [[id, first row, tokens], ...]} per engine step
 
 each followed by {"done": true}, or {"error": ...} instead.
 """
@@ -17,12 +17,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
-UNREAD_FILES = 4
-"""Steps whose states may wait for their reader: the engine pauses rather than fill the scratch folder."""
-PAUSE_SECONDS = 0.002
 BATCHES_AHEAD = 2
 """Requests given to the engine beforehand, in units of its largest batch."""
 
@@ -36,8 +32,6 @@ class Offline:
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.ahead = BATCHES_AHEAD * self.engine.vllm_config.scheduler_config.max_num_seqs
-        connector = arguments.get("kv_transfer_config") or {}
-        self.folder = Path(connector["kv_connector_extra_config"]["folder"]) if connector else None
 
     def report(self) -> dict[str, Any]:
         """What the workers say of themselves; they must agree."""
@@ -75,7 +69,7 @@ class Offline:
                 yield {"completion": {**reply, "timing": [start, end, end]}}
 
     def capture(self, samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The states of each. Files appear a moment after they are named here."""
+        """Where in the ring the states of each are, or will be in a moment."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -84,14 +78,19 @@ class Offline:
         def add(sample: dict[str, Any]) -> None:
             self.engine.add_request(sample["id"], {"prompt_token_ids": sample["token_ids"]}, params.clone())
 
+        expected: dict[int, int] = {}
         for finished in self._steps(samples, add):
-            rows: dict[str, list[Any]] = {}
+            steps: dict[int, list[Any]] = {}
             for output in finished:
-                place = output.kv_transfer_params
-                if place is None:
+                found = output.kv_transfer_params
+                if found is None:
                     raise RuntimeError(f"vLLM answered {output.request_id} without saying where its states are")
-                rows.setdefault(place["file"], []).append([output.request_id, place["start"], place["tokens"]])
-            yield from ({"file": file, "rows": part} for file, part in rows.items())
+                steps.setdefault(found["place"], []).append([output.request_id, found["start"], found["tokens"]])
+                expected[found["place"]] = found["samples"]
+            for place, rows in steps.items():  # all of them at once: the place is given back when they were read
+                if len(rows) != expected[place]:
+                    raise RuntimeError(f"{len(rows)} of a step's {expected[place]} samples finished with it")
+                yield {"place": place, "rows": rows}
 
     def _steps(self, items: list[dict[str, Any]], add: Any) -> Iterator[list[Any]]:
         """Give the engine its requests little by little, and yield what each of its steps finishes."""
@@ -105,14 +104,9 @@ class Offline:
                 else:
                     add(item)
                     unfinished += 1
-            self._wait_for_reader()
             finished = [output for output in self.engine.step() if output.finished]
             unfinished -= len(finished)
             yield finished
-
-    def _wait_for_reader(self) -> None:
-        while self.folder is not None and sum(1 for _ in self.folder.glob("*.safetensors")) >= UNREAD_FILES:
-            time.sleep(PAUSE_SECONDS)
 
 
 def main() -> None:
