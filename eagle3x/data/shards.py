@@ -31,6 +31,7 @@ from eagle3x.data.shard_index import (
     sha256,
     write_json,
 )
+from eagle3x.data.state_values import all_finite, row_norms
 from eagle3x.data.streamed_safetensors import write_pieces
 from eagle3x.types import EagleError, HiddenStates, Response
 
@@ -75,11 +76,10 @@ def require_space(path: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class OpenSample:
-    """A sample of the shard that is not full yet. norms [T, A+1]: of each token's state, by column."""
+    """A sample of the shard that is not full yet."""
 
     states: HiddenStates
     response: Response
-    norms: Tensor
 
 
 class ShardWriter:
@@ -149,7 +149,7 @@ class ShardWriter:
             self.settle()
 
     def _checked(self, states: HiddenStates, response: Response) -> OpenSample:
-        """The states in the storage dtype. One pass over them: their norms tell too whether all are finite."""
+        """The states in the storage dtype."""
         import torch
 
         spec, T = self.spec, len(response.token_ids)
@@ -169,14 +169,12 @@ class ShardWriter:
             )
         dtype = getattr(torch, spec.dtype)
         kept = HiddenStates(states.id, states.token_ids, states.aux.to(dtype), states.last.to(dtype), states.last_norm)
-        by_column = kept.aux.unflatten(1, (len(spec.boundaries), spec.hidden_size))
-        norms = torch.cat([_norms(by_column), _norms(kept.last)[:, None]], dim=1)
-        if not torch.isfinite(norms).all():
+        if not (all_finite(kept.aux) and all_finite(kept.last)):
             self._refuse_not_finite(kept)
-        return OpenSample(kept, response, norms)
+        return OpenSample(kept, response)
 
     def _refuse_not_finite(self, states: HiddenStates) -> None:
-        """Raise for the first column with such a value. (None, if only the norm of huge values was infinite.)"""
+        """Raise for the first column with such a value."""
         import torch
 
         spec, T = self.spec, len(states.token_ids)
@@ -198,7 +196,7 @@ class ShardWriter:
             entries.append(SampleEntry(r.id, r.category, number, start, length, r.prompt_tokens, r.response_tokens))
             start += length
         file = self.directory / f"shard-{number:05}.safetensors"
-        self._in_flight.append((self._threads.submit(_write_shard, self._open, file), entries))
+        self._in_flight.append((self._threads.submit(_write_shard, self._open, self.spec, file), entries))
         self._open, self._open_tokens = [], 0
         while len(self._in_flight) > IN_FLIGHT or (self._in_flight and self._in_flight[0][0].done()):
             self._publish_oldest()
@@ -216,8 +214,9 @@ class ShardWriter:
         self._in_flight.popleft()
 
 
-def _write_shard(samples: Sequence[OpenSample], file: Path) -> ShardEntry:
+def _write_shard(samples: Sequence[OpenSample], spec: ShardSpec, file: Path) -> ShardEntry:
     """Write what is to become `file` under another name, and make sure that it is on disk."""
+    import numpy as np
     import torch
 
     tensors = {
@@ -226,6 +225,10 @@ def _write_shard(samples: Sequence[OpenSample], file: Path) -> ShardEntry:
         "last": [s.states.last for s in samples],
         "loss_mask": [torch.tensor(s.response.loss_mask) for s in samples],
     }
+    norms = [
+        np.hstack([row_norms(s.states.aux.unflatten(1, (-1, spec.hidden_size))), row_norms(s.states.last[:, None])])
+        for s in samples
+    ]
     new = file.with_suffix(".new")
     checksum = write_pieces(new, tensors)
     return ShardEntry(
@@ -233,15 +236,8 @@ def _write_shard(samples: Sequence[OpenSample], file: Path) -> ShardEntry:
         sha256=checksum,
         bytes=new.stat().st_size,
         tokens=sum(len(s.states.token_ids) for s in samples),
-        mean_norms=tuple(torch.cat([s.norms for s in samples]).double().mean(dim=0).tolist()),
+        mean_norms=tuple(np.concatenate(norms).mean(axis=0, dtype=np.float64).tolist()),
     )
-
-
-def _norms(states: Tensor) -> Tensor:
-    """L2 norm over the last dimension, in float32."""
-    import torch
-
-    return torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 
 
 class Shards(Sequence[Sample]):

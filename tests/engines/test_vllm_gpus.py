@@ -91,8 +91,8 @@ def one_gpu(target: Target, tmp_path_factory: pytest.TempPathFactory) -> torch.T
 
 
 @gpus(1)
-@pytest.mark.parametrize("attention", ["flash_attn", "triton", "flashinfer"])
-def test_states_of_every_attention_backend_are_the_references(
+@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
+def test_states_of_other_attention_backends_are_the_references(
     target: Target, one_gpu: torch.Tensor, attention: str, tmp_path: Path
 ) -> None:
     found = errors(capture(target, tmp_path, attention), target)
