@@ -46,7 +46,7 @@ def write_pieces(file: Path, tensors: Mapping[str, Sequence[Tensor]]) -> str:
 
 
 def _bytes(piece: Tensor) -> Iterator[memoryview]:
-    """Its elements, row by row, in blocks. NumPy copies what is not contiguous: torch would take all cores, each time."""
+    """Its elements, row by row, in blocks. NumPy copies what is not contiguous: torch would take all cores for it."""
     import numpy as np
     import torch
 
