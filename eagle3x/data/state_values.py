@@ -40,13 +40,21 @@ def row_norms(states: Tensor) -> NDArray[np.float32]:
     name = _name(states)
     T, A, _ = states.shape
     norms = np.empty((T, A), np.float32)
+    wide = None
     start = 0
     with np.errstate(over="ignore"):
-        for block in _blocks(_bits(states)):
-            rows = norms[start : start + len(block)]
-            values = _float32(block, name)
-            np.vecdot(values, values, out=rows)
-            start += len(block)
+        for bits in _blocks(_bits(states)):
+            if name == "float32":
+                values = bits.view(np.float32)
+            else:  # into the same memory each time: fresh memory costs more than the work
+                wide = np.zeros(bits.shape, np.float32) if wide is None else wide
+                values = wide[: len(bits)]
+                if name == "float16":
+                    np.copyto(values, bits.view(np.float16))
+                else:  # bfloat16 is float32's upper half; little-endian
+                    np.copyto(values.view(np.uint16)[..., 1::2], bits.view(np.uint16))
+            np.vecdot(values, values, out=norms[start : start + len(bits)])
+            start += len(bits)
     return np.sqrt(norms, out=norms)
 
 
@@ -64,13 +72,3 @@ def _bits(states: Tensor) -> NDArray[Any]:
 def _blocks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
     step = max(1, BLOCK // max(1, values[:1].size))
     return (values[start : start + step] for start in range(0, len(values), step))
-
-
-def _float32(bits: NDArray[Any], name: str) -> NDArray[np.float32]:
-    if name == "float32":
-        return bits.view(np.float32)
-    if name == "float16":
-        return bits.view(np.float16).astype(np.float32)
-    wide = np.zeros(bits.shape, np.float32)
-    wide.view(np.uint16)[..., 1::2] = bits.view(np.uint16)  # bfloat16 is float32's upper half; little-endian
-    return wide

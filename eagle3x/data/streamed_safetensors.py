@@ -14,7 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 BLOCK_BYTES = 1 << 19
@@ -34,28 +37,40 @@ def write_pieces(file: Path, tensors: Mapping[str, Sequence[Tensor]]) -> str:
     """
     header = _header(tensors)
     content = hashlib.sha256(header)
+    block = np.empty(BLOCK_BYTES, np.uint8)
     with file.open("wb", buffering=0) as stream:
         _write_all(stream.fileno(), memoryview(header))
         for pieces in tensors.values():
             for piece in pieces:
-                for rows in _bytes(piece):
+                for rows in _bytes(piece, block):
                     content.update(rows)
                     _write_all(stream.fileno(), rows)
         os.fsync(stream.fileno())
     return content.hexdigest()
 
 
-def _bytes(piece: Tensor) -> Iterator[memoryview]:
-    """Its elements, row by row, in blocks. NumPy copies what is not contiguous: torch would take all cores for it."""
-    import numpy as np
+def _bytes(piece: Tensor, block: NDArray[np.uint8]) -> Iterator[memoryview]:
+    """Its elements, row by row; a view is good until the next one, for what is not contiguous is copied to `block`.
+
+    With NumPy: torch would take all cores for each copy. Into one place: fresh memory costs more than the copy.
+    """
     import torch
 
     if piece.dtype is torch.bfloat16:  # which NumPy has not
         piece = piece.view(torch.int16)
     rows = piece.numpy()
-    step = max(1, BLOCK_BYTES // max(1, rows[:1].nbytes))
+    if rows.flags.c_contiguous:
+        yield memoryview(rows.reshape(-1).view(np.uint8))
+        return
+    row_bytes = rows[:1].nbytes
+    step = max(1, len(block) // row_bytes)
+    if row_bytes > len(block):
+        block = np.empty(row_bytes, np.uint8)
     for start in range(0, len(rows), step):
-        yield memoryview(np.ascontiguousarray(rows[start : start + step]).reshape(-1).view(np.uint8))
+        part = rows[start : start + step]
+        copy = block[: part.nbytes].view(rows.dtype).reshape(part.shape)
+        np.copyto(copy, part)
+        yield memoryview(copy.reshape(-1).view(np.uint8))
 
 
 def _header(tensors: Mapping[str, Sequence[Tensor]]) -> bytes:
