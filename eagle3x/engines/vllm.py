@@ -33,7 +33,7 @@ from eagle3x.engines.vllm_arguments import (
 from eagle3x.engines.vllm_attach import AttachedVllm, attached_refusals, attached_version
 from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, ScratchFolder, capture_arguments
 from eagle3x.engines.vllm_serve import Launch, capacity, serve
-from eagle3x.engines.vllm_servers import Servers
+from eagle3x.engines.servers import Servers
 from eagle3x.progress import log
 from eagle3x.types import Completion, ConfigError, EagleError, HiddenStates, Request, TokenSample
 
