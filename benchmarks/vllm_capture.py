@@ -26,8 +26,10 @@ from eagle3x.data.shards import ShardSpec, ShardWriter
 from eagle3x.engines import interpreter
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.gpus import compute_capability
-from eagle3x.engines.vllm_arguments import DTYPE_BYTES, arguments, environment, resolved_attention, resolved_dtype
-from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, ScratchFolder, capture_arguments
+from eagle3x.engines.resolved import DTYPE_BYTES, resolved_dtype
+from eagle3x.engines.scratch import ScratchFolder
+from eagle3x.engines.vllm_arguments import arguments, environment, resolved_attention
+from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, capture_arguments
 from eagle3x.targets import resolve
 from eagle3x.types import Request, Response, TokenSample
 
@@ -77,7 +79,7 @@ def main() -> None:
     shared |= {"skip_tokenizer_init": True, "worker_extension_cls": "vllm_extension.Report"}
     ids = [*boundaries, target.num_blocks]
     step_bytes = max(longest, asked.batch_tokens) * len(ids) * target.hidden_size * DTYPE_BYTES[dtype]
-    scratch = ScratchFolder(FILES_ALIVE * step_bytes)
+    scratch = ScratchFolder(FILES_ALIVE * step_bytes, "max_num_batched_tokens")
     capture = capture_arguments(ids, scratch.path, longest, asked.batch_tokens)
     batching = {name: capture[name] for name in ("enable_chunked_prefill", "max_num_batched_tokens")}
     variables = environment(slot, target, hardware, longest, found.python)

@@ -12,28 +12,26 @@ from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.capture import Reader, native_layer_ids
 from eagle3x.engines import interpreter
+from eagle3x.engines.base import chains_only
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.interpreter import EngineInterpreter
-from eagle3x.engines.known_answer_check import LONGEST, Serve, check_known_answer
+from eagle3x.engines.known_answer_check import LONGEST, check_known_answer
+from eagle3x.engines.resolved import DTYPE_BYTES, both_fit, quantization_argument, reported_quantization, resolved_dtype
+from eagle3x.engines.scratch import ScratchFolder
+from eagle3x.engines.servers import Servers
 from eagle3x.engines.vllm_arguments import (
     BATCH_TOKENS,
     BLOCK_TOKENS,
-    DTYPE_BYTES,
     STATES_KV_DTYPES,
     arguments,
-    both_fit,
     environment,
-    quantization_argument,
-    reported_quantization,
     reserved,
     resolved_attention,
-    resolved_dtype,
     resolved_runner,
 )
 from eagle3x.engines.vllm_attach import AttachedVllm, attached_refusals, attached_version
-from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, ScratchFolder, capture_arguments
+from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, capture_arguments
 from eagle3x.engines.vllm_serve import Launch, capacity, serve
-from eagle3x.engines.servers import Servers
 from eagle3x.progress import log
 from eagle3x.types import Completion, ConfigError, EagleError, HiddenStates, Request, TokenSample
 
@@ -126,8 +124,8 @@ class VllmAdapter:
 
     def drafter_refusals(self, slot: Slot, target: Target, hardware: Hardware, plan: DrafterPlan) -> list[str]:
         """Every reason why vLLM would not serve such a drafter, or would serve it wrong."""
-        reasons: list[str] = []
-        k, version = plan.num_speculative_tokens, self.identity(slot, target, hardware)["version"]
+        reasons = chains_only("vLLM", plan.speculation)
+        k, version = plan.speculation.num_speculative_tokens, self.identity(slot, target, hardware)["version"]
         if k > MOST_DRAFT_TOKENS:
             reasons.append(f"speculation.num_speculative_tokens={k}: vLLM verifies at most {MOST_DRAFT_TOKENS} a step")
         if plan.variants and _numbers(version) < OLDEST_READ:
@@ -203,7 +201,7 @@ class VllmEngine:
             self._servers.prepare(drafter, speculation)  # while the known-answer pair is served
         if speculation is not None and not self._passed:
             identity = VllmAdapter().identity(self._slot, self._target, self._hardware)
-            check_known_answer(identity, speculation.num_speculative_tokens, self._serve_known(speculation))
+            check_known_answer(identity, speculation, self._serve_known)
             self._passed = True
         return self._servers.lend(drafter, speculation)
 
@@ -218,13 +216,10 @@ class VllmEngine:
         name = "vllm-serve.log" if drafter is None else "vllm-serve-drafter.log"
         return serve(self._launch(self._target, self._job.longest, name), drafter, speculation, wanted)
 
-    def _serve_known(self, speculation: Speculation) -> Serve:
-        def serve_pair(target: Target, drafter: Path) -> OpenAIEndpoint:
-            if not self.can_serve_both:
-                self._servers.close()  # the memory may not hold one more
-            return serve(self._launch(target, LONGEST, "vllm-known-answer.log"), drafter, speculation)
-
-        return serve_pair
+    def _serve_known(self, target: Target, drafter: Path, speculation: Speculation) -> OpenAIEndpoint:
+        if not self.can_serve_both:
+            self._servers.close()  # the memory may not hold one more
+        return serve(self._launch(target, LONGEST, "vllm-known-answer.log"), drafter, speculation)
 
     def _launch(self, target: Target, longest: int, log_name: str) -> Launch:
         """How a server is started: alike for the real target and for the known-answer pair."""
@@ -264,7 +259,7 @@ class VllmEngine:
             ids = [*self.native_layer_ids(purpose), *([last] if purpose[-1] != last else [])]
             batch = slot.backend.engine_args.get("max_num_batched_tokens", BATCH_TOKENS[hardware.device])
             size = max(longest, batch) * len(ids) * target.hidden_size * DTYPE_BYTES[identity["dtype"]]
-            self._scratch = ScratchFolder(FILES_ALIVE * size)
+            self._scratch = ScratchFolder(FILES_ALIVE * size, "max_num_batched_tokens")
             asked |= capture_arguments(ids, self._scratch.path, longest, batch)
         variables = environment(slot, target, hardware, longest, self._found.python)
         name = "vllm-generate.log" if purpose == GENERATING else "vllm-capture.log"

@@ -8,12 +8,8 @@ Shapes: N tokens of one step, S states of a token, H hidden size, T tokens of on
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 
 INSIDE = Path(__file__).parent / "inside"
 """What runs in vLLM's environment. A folder of its own: beside it lies vllm.py, which must not be vLLM to anyone."""
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private by mkdtemp)
-SCRATCH = "eagle3x-states-"
 FILES_ALIVE = 8
 """Steps whose states can exist at once: waiting, being written, mapped by the reader."""
 POLL_SECONDS = 0.001
@@ -126,36 +120,3 @@ def capture_arguments(layer_ids: Sequence[int], folder: Path, longest: int, batc
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(longest, batch_tokens),
     }
-
-
-class ScratchFolder:
-    """A private folder for `needed` bytes that come and go, in shared memory if it has the room; removed at the end.
-
-    Folders that a killed process left behind are removed first.
-    """
-
-    def __init__(self, needed: int) -> None:
-        """Make it. EagleError if no place has `needed` bytes."""
-        for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-            if parent.is_dir():
-                _sweep(parent)
-                if shutil.disk_usage(parent).free > needed:
-                    self.path = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=parent))
-                    return
-        raise EagleError(
-            f"captured states need {needed / 1024**3:.1f} GiB of scratch space in {SHARED_MEMORY} or"
-            f" {tempfile.gettempdir()}: make room, set TMPDIR to another folder, or lower"
-            " backend.engine_args.max_num_batched_tokens"
-        )
-
-    def remove(self) -> None:
-        """Remove it with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{SCRATCH}*"):
-        pid = re.match(rf"{SCRATCH}(\d+)-", folder.name)
-        if pid is not None and not Path(f"/proc/{pid[1]}").exists():
-            with suppress(OSError):
-                shutil.rmtree(folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from eagle3x.engines.vllm_offline import SCRATCH, SHARED_MEMORY
+from eagle3x.engines.scratch import SCRATCH, SHARED_MEMORY
 
 pytestmark = pytest.mark.usefixtures("no_other_engine")
 
