@@ -63,17 +63,17 @@ def check_with_target(cfg: Config, target: Target) -> None:
 def drafter_plan(cfg: Config, target: Target) -> DrafterPlan:
     """What the config (or the config.json of a drafter that is there already) says of the drafter to be served."""
     boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
-    k, described = cfg.speculation.num_speculative_tokens, cfg.drafter
+    speculation, described = cfg.speculation, cfg.drafter
     if cfg.drafter.source == "custom":
-        return DrafterPlan(len(boundaries), boundaries, _variants(described), k)
+        return DrafterPlan(len(boundaries), boundaries, _variants(described), speculation)
     if cfg.drafter.path is None:  # on a hub: known when it was loaded
-        return DrafterPlan(len(boundaries), None, frozenset(), k)
+        return DrafterPlan(len(boundaries), None, frozenset(), speculation)
     raw = json.loads((Path(cfg.drafter.path) / "config.json").read_text(encoding="utf-8"))
     try:
         architecture = Architecture.from_config(raw)
     except EagleError as error:
         raise ConfigError(f"drafter.path={cfg.drafter.path}: {error}") from error
-    return DrafterPlan(architecture.num_aux, None, _variants(architecture), k)
+    return DrafterPlan(architecture.num_aux, None, _variants(architecture), speculation)
 
 
 def _variants(described: Drafter | Architecture) -> frozenset[str]:

@@ -38,7 +38,7 @@ EOS_AT = 18
 MISSING = (11, 12)
 LENGTH = 512
 SETTLE_SECONDS = 10.0
-SPECULATION = Speculation(num_speculative_tokens=K)
+SPECULATION = Speculation.chain(K)
 REQUESTS = tuple(
     Request(f"{start}", (40, 9, start), max_tokens=5 + 3 * (start % 9), ignore_eos=start % 2 == 0)
     for start in range(START, START + 24)
@@ -182,7 +182,7 @@ def test_attached(speculating: OpenAIEndpoint, launch: Launch, known: KnownAnswe
         assert _settled(attached, before, total(counted)) == total(counted)
     speculating.server.check()  # still runs
     with pytest.raises(EagleError, match="speculates with num_speculative_tokens=3, but num_speculative_tokens=4 was"):
-        attach(url, launch.target, Speculation(num_speculative_tokens=4))
+        attach(url, launch.target, Speculation.chain(4))
     with pytest.raises(EagleError, match="but no speculative tokens was asked for"):
         attach(url, launch.target, None)
 
