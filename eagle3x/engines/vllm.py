@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.capture import Reader, native_layer_ids
 from eagle3x.engines import interpreter
+from eagle3x.engines.attached import AttachedServer, attached_refusals
 from eagle3x.engines.base import chains_only
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.interpreter import EngineInterpreter
@@ -29,7 +30,7 @@ from eagle3x.engines.vllm_arguments import (
     resolved_attention,
     resolved_runner,
 )
-from eagle3x.engines.vllm_attach import AttachedVllm, attached_refusals, attached_version
+from eagle3x.engines.vllm_attach import attach, attached_version
 from eagle3x.engines.vllm_offline import FILES_ALIVE, OfflineVllm, capture_arguments
 from eagle3x.engines.vllm_serve import Launch, capacity, serve
 from eagle3x.progress import log
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from eagle3x.config import Hardware
     from eagle3x.engines.base import DrafterPlan, Endpoint
     from eagle3x.engines.config import Job, Slot
-    from eagle3x.engines.openai_endpoint import OpenAIEndpoint
+    from eagle3x.engines.server_endpoint import ServerEndpoint
     from eagle3x.targets import Target
 
 TESTED = {("0.32.0", "cpu"), ("0.26.0", "cuda")}
@@ -88,7 +89,7 @@ class VllmAdapter:
         backend = slot.backend
         capability = compute_capability(hardware) if hardware.device == "cuda" else None
         if backend.url is not None and slot.role == "serve":
-            return attached_refusals(backend)
+            return attached_refusals(backend, attached_version)
         reasons: list[str] = []
         if hardware.device == "cuda" and capability is None:
             reasons.append("hardware.device=cuda: the driver reports no GPU; use hardware=cpu")
@@ -140,10 +141,11 @@ class VllmAdapter:
             )
         return reasons
 
-    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> VllmEngine | AttachedVllm:
+    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> VllmEngine | AttachedServer:
         """An engine that loads the target when it is first asked for something: its processes differ by what for."""
         if slot.backend.url is not None:
-            return AttachedVllm(slot.backend.url, target, slot.backend.batch_size)
+            reader = Reader("vllm", attached_version(slot.backend.url), runner="v1")
+            return AttachedServer(slot.backend.url, target, slot.backend.batch_size, attach, reader)
         found = interpreter.find("vllm", slot.backend.python, hardware.device)
         if (found.version.split("+")[0], hardware.device) not in TESTED:
             known = ", ".join(f"{version} on {device}" for version, device in sorted(TESTED))
@@ -212,11 +214,11 @@ class VllmEngine:
 
     def _start_server(
         self, drafter: Path | None, speculation: Speculation | None, wanted: Callable[[], bool]
-    ) -> OpenAIEndpoint:
+    ) -> ServerEndpoint:
         name = "vllm-serve.log" if drafter is None else "vllm-serve-drafter.log"
         return serve(self._launch(self._target, self._job.longest, name), drafter, speculation, wanted)
 
-    def _serve_known(self, target: Target, drafter: Path, speculation: Speculation) -> OpenAIEndpoint:
+    def _serve_known(self, target: Target, drafter: Path, speculation: Speculation) -> ServerEndpoint:
         if not self.can_serve_both:
             self._servers.close()  # the memory may not hold one more
         return serve(self._launch(target, LONGEST, "vllm-known-answer.log"), drafter, speculation)
