@@ -81,7 +81,7 @@ def write(folder: Path, timing: bool = True, exact: bool = True, **replayed: Spe
         ],
     )
     context = {
-        "num_speculative_tokens": 2, "engine": {"engine": "transformers"}, "exact": exact, "num_blocks": 6,
+        "num_speculative_tokens": 2, "topk": 1, "drafts": 2, "engine": {"engine": "transformers"}, "exact": exact, "num_blocks": 6,
         "trained": [1, 3, 4], "predicted": [1, 3, 4], "mismatched": False,
         "candidates": {"b": [1, 3, 4], "b-1": [0, 2, 3]},
     }  # fmt: skip
