@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.capture import CaptureError, Reader, native_layer_ids
 from eagle3x.engines import interpreter
+from eagle3x.engines.attached import AttachedServer, attached_refusals
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.interpreter import EngineInterpreter
 from eagle3x.engines.known_answer_check import LONGEST, check_known_answer
@@ -36,6 +37,7 @@ from eagle3x.engines.sglang_arguments import (
     spreading,
     surplus_stops,
 )
+from eagle3x.engines.sglang_attach import attach, attached_identity, reported
 from eagle3x.engines.sglang_offline import FILES_ALIVE, Capture, OfflineSglang
 from eagle3x.engines.sglang_report import read
 from eagle3x.engines.sglang_serve import Launch, serve
@@ -66,12 +68,14 @@ class SglangAdapter:
     def identity(self, slot: Slot, target: Target, hardware: Hardware) -> dict[str, Any]:
         """What decides the floats. `batch_size` too: which rows are computed together moves the last bits."""
         capability = compute_capability(hardware) if hardware.device == "cuda" else None
-        found = interpreter.find("sglang", slot.backend.python, hardware.device)
+        if slot.backend.url is not None:  # what it does not tell is what the user says of it
+            own = attached_identity(slot.backend.url)
+        else:
+            found = interpreter.find("sglang", slot.backend.python, hardware.device)
+            attention = resolved_attention(slot, target, hardware, capability)
+            own = {"version": found.version, "torch": found.packages["torch"], "attention": attention}
         return {
             "engine": self.name,
-            "version": found.version,
-            "torch": found.packages["torch"],
-            "attention": resolved_attention(slot, target, hardware, capability),
             "attached": slot.backend.url is not None,
             "runner": None,
             "quantization": slot.quantization.scheme,
@@ -85,12 +89,15 @@ class SglangAdapter:
             "chunked_prefill": True,
             "prefix_cache": False,
             "engine_args": slot.backend.engine_args,
+            **own,
         }
 
     def refusals(self, slot: Slot, target: Target, hardware: Hardware) -> list[str]:
         """Every reason why this combination cannot run here, each with what would be right."""
         backend = slot.backend
         capability = compute_capability(hardware) if hardware.device == "cuda" else None
+        if backend.url is not None and slot.role == "serve":
+            return attached_refusals(backend, reported)
         reasons: list[str] = []
         if hardware.device == "cuda" and capability is None:
             reasons.append("hardware.device=cuda: the driver reports no GPU; use hardware=cpu")
@@ -160,8 +167,11 @@ class SglangAdapter:
             reasons.append(str(error))
         return reasons
 
-    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> SglangEngine:
+    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> SglangEngine | AttachedServer:
         """An engine that loads the target when it is first asked for something: its processes differ by what for."""
+        if slot.backend.url is not None:
+            reader = Reader("sglang", reported(slot.backend.url).version, target.model_class)
+            return AttachedServer(slot.backend.url, target, slot.backend.batch_size, attach, reader)
         found = interpreter.find("sglang", slot.backend.python, hardware.device)
         if (found.version.split("+")[0], hardware.device) not in TESTED:
             known = ", ".join(f"{version} on {device}" for version, device in sorted(TESTED))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3x.engines import sglang_report
+from eagle3x.engines.resolved import DTYPE_BYTES
 from eagle3x.engines.server import Server, fetch
 from eagle3x.engines.server_endpoint import ServerEndpoint
 from eagle3x.engines.sglang_report import ALGORITHM, Reported
@@ -27,6 +28,27 @@ def reported(url: str) -> Reported:
         EagleError: none answers there, or it reports in another way.
     """
     return sglang_report.read(json.loads(fetch(url, "/server_info")))
+
+
+def attached_identity(url: str) -> dict[str, Any]:
+    """What the server at `url` tells of what decides its floats, by the names that engines' identities have.
+
+    Of its weights' quantization it tells only what it was asked for, so not of a checkpoint that is quantized.
+
+    Raises:
+        EagleError: none answers there, or it reports in another way.
+    """
+    found = reported(url)
+    told = {
+        "version": found.version,
+        "torch": None,
+        "attention": "+".join(sorted(found.attention)),
+        "kv_cache_dtype": found.kv_cache_dtype,
+        "device": found.device,
+        "tensor_parallel": found.tensor_parallel,
+        "prefix_cache": found.prefix_cache,
+    }
+    return told | ({"dtype": found.dtype} if found.dtype in DTYPE_BYTES else {})
 
 
 def attach(url: str, target: Target, drafter: Path | None, speculation: Speculation | None) -> ServerEndpoint:
