@@ -68,8 +68,8 @@ def read(info: Mapping[str, Any]) -> Reported:
 
 def _speculation(info: Mapping[str, Any]) -> Speculation:
     steps, topk, tokens = (info[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
-    nodes = None if topk == 1 and tokens == steps + 1 else tokens
     try:
+        nodes = None if topk == 1 and tokens == steps + 1 else tokens
         return Speculation(num_speculative_tokens=steps, topk=topk, num_draft_tokens=nodes)
     except (TypeError, ValueError) as error:
         raise EagleError(
