@@ -13,9 +13,10 @@ from eagle3x.types import ConfigError
 
 REFUSED = {
     ("target.path=/nowhere",): "/nowhere does not exist",
-    ("backend@serve.backend=sglang",): "backend=transformers",
     ("backend=vllm", "attention=triton"): "attention=triton: vLLM has one attention backend on a CPU",
     ("backend=vllm", "speculation.num_speculative_tokens=129", "sampling.continuation_tokens=129"): "at most 128",
+    ("speculation=tree",): "topk=4: transformers drafts chains only; use speculation=chain",
+    ("backend=vllm", "speculation=tree"): "topk=4: vLLM drafts chains only; use speculation=chain",
     ("backend=vllm", "backend.python=/nowhere/python"): "make env-vllm-cpu",
     ("quantization=int4",): "quantization=none",
     ("quantization@serve.quantization=fp8",): "serve: quantization=fp8",

@@ -78,6 +78,11 @@ def capacity(max_running_requests: int, context_length: int, prefill_tokens: int
     }
 
 
+def draft_room(speculation: Speculation) -> int:
+    """Tokens of KV cache that a request's drafts take: those of a step, and of the next one (allocation_sizing.py)."""
+    return 2 * max(speculation.num_speculative_tokens * speculation.topk, speculation.drafts + 1)
+
+
 def serve(
     launch: Launch,
     drafter: Path | None,
@@ -94,6 +99,11 @@ def serve(
     """
     if (drafter is None) != (speculation is None):
         raise EagleError("serve needs a drafter and its speculation settings, or neither")
+    if speculation is not None and (room := draft_room(speculation)) > DRAFT_ROOM:
+        raise EagleError(
+            f"speculation needs {room} tokens of KV cache for the drafts of a request, and {DRAFT_ROOM} are kept for"
+            " them: use fewer num_speculative_tokens, topk or num_draft_tokens"
+        )
     endpoint = ServerEndpoint(
         Server.launch(
             lambda port: argv(launch, port, drafter, speculation),
