@@ -7,6 +7,7 @@ what it says of itself is compared with what was asked, before it answers anythi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # `-m` would look for packages in the working directory first
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # to ask whether it lives would cost it a step, and a second
 }
+PAGE = 128
+"""Tokens of the largest page of a KV cache that an attention backend wants; SGLang cuts its cache to whole pages."""
 DRAFT_ROOM = 256
 """Tokens of KV cache for each request's drafts, whether it speculates or not: both sides have the same cache."""
 
@@ -74,7 +77,7 @@ def capacity(max_running_requests: int, context_length: int, prefill_tokens: int
         "context_length": context_length,
         "max_prefill_tokens": prefill_tokens,
         "max_running_requests": max_running_requests,
-        "max_total_tokens": max_running_requests * (context_length + DRAFT_ROOM),
+        "max_total_tokens": max_running_requests * math.ceil((context_length + DRAFT_ROOM) / PAGE) * PAGE,
     }
 
 
@@ -178,11 +181,16 @@ def differences(
         "version": (launch.interpreter.version.split("+")[0], reported.version.split("+")[0]),
         "attention": ([launch.attention], sorted(reported.attention)),
         "quantization": (launch.quantization, reported.quantization),
-        "tokens of KV cache": (launch.arguments["max_total_tokens"], reported.kv_tokens),
+        "tokens of KV cache (a smaller backend.batch_size needs fewer)": (
+            launch.arguments["max_total_tokens"],
+            reported.kv_tokens,
+        ),
         "algorithm": (None if drafter is None else ALGORITHM, reported.algorithm),
         "drafter": (None if drafter is None else str(drafter), reported.drafter),
         "speculation": (speculation, reported.speculation),
     }
     for name, value in launch.arguments.items():
-        asked[name] = (value, info.get(name, "nothing of that name"))
+        # Of the backends that prefill and decode can have of their own, SGLang may report both as the one for all.
+        if not name.endswith("attention_backend"):
+            asked[name] = (value, info.get(name, "nothing of that name"))
     return [f"{name}: asked {value}, serves with {found}" for name, (value, found) in asked.items() if value != found]

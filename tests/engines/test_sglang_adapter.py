@@ -19,7 +19,6 @@ from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.interpreter import EngineInterpreter
 from eagle3x.engines.sglang import SglangAdapter
 from eagle3x.engines.sglang_arguments import MARGIN, arguments, environment, resolved_attention
-from eagle3x.engines.sglang_serve import DRAFT_ROOM
 from eagle3x.targets import Target
 from eagle3x.types import ConfigError
 
@@ -219,7 +218,7 @@ def test_both_sides_have_room_for_every_sequence(tiny_target: Target) -> None:
     """64 sequences of 100 tokens, what SGLang keeps of its context for itself, and room for drafts."""
     given = arguments(slot(), tiny_target, CPU, "intel_amx", 100)
     assert given["context_length"] == 100 + MARGIN
-    assert given["max_total_tokens"] == 64 * (100 + MARGIN + DRAFT_ROOM)
+    assert given["max_total_tokens"] == 64 * 384  # 100 + MARGIN + DRAFT_ROOM, in whole pages
     assert (given["prefill_attention_backend"], given["decode_attention_backend"]) == ("intel_amx", "intel_amx")
     assert given["attention_backend"] == "torch_native"  # SGLang falls back from intel_amx, but not from these two
     assert given["disable_radix_cache"] is True
