@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from eagle3x import pipeline, targets
-from eagle3x.capture import trained_boundaries
+from eagle3x.capture import CaptureError, native_layer_ids, reader_of, trained_boundaries
 from eagle3x.config import Config, TargetConfig
 from eagle3x.data import sources
 from eagle3x.drafters.architecture import Architecture
@@ -46,13 +46,20 @@ def at_hand(cfg: TargetConfig) -> bool:
 
 def check_with_target(cfg: Config, target: Target) -> None:
     """What needs the target's config: boundaries that exist, engines that can run it."""
-    trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
+    boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
     reasons = [
         f"{slot.role}: {reason}"
         for slot in slots_in_use(cfg)
         for reason in adapter(slot.backend.name).refusals(slot, target, cfg.hardware)
     ]
-    if "benchmark" in pipeline.plan(cfg.stage, cfg) and not reasons:
+    stages = pipeline.plan(cfg.stage, cfg)
+    if "hidden_states" in stages and not reasons:
+        identity = adapter(cfg.backend.name).identity(cfg.extract_slot, target, cfg.hardware)
+        try:
+            native_layer_ids(reader_of(identity, target.model_class), boundaries, target.num_blocks)
+        except CaptureError as error:
+            reasons.append(f"extract: {error}")
+    if "benchmark" in stages and not reasons:
         planned = drafter_plan(cfg, target)
         serving = adapter(cfg.serve.backend.name)
         reasons += [f"serve: {r}" for r in serving.drafter_refusals(cfg.serve_slot, target, cfg.hardware, planned)]

@@ -57,4 +57,5 @@ def test_refused(overrides: tuple[str, ...], tiny_target: Target) -> None:
 
 
 def test_only_slots_that_are_opened_are_asked(tiny_target: Target) -> None:
-    check(cells([*fixed(tiny_target), "stage=hidden_states", "backend@serve.backend=sglang"], multirun=False)[0].config)
+    unservable = ["backend@serve.backend=sglang", "attention@serve.attention=sdpa"]
+    check(cells([*fixed(tiny_target), "stage=hidden_states", *unservable], multirun=False)[0].config)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from eagle3x.benchmark.cell import ACCEPTANCE, BASELINE, CELL, CONTEXT, PREDICTED, REPLAY, TIMING, summarise
 from eagle3x.benchmark.records import RequestRecord, append_lines, read_batches, read_lines, requests
 from eagle3x.benchmark.runner import Workload, acceptance_pass, timing_legs, timing_pass
-from eagle3x.capture import Reader
+from eagle3x.capture import reader_of
 from eagle3x.data.records import read_responses
 from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
@@ -56,7 +56,7 @@ def make(run: StageRun) -> dict[str, Any]:
     cfg, slot, target = run.cfg, run.slot("serve"), run.target
     identity = adapter(slot.backend.name).identity(slot, target, cfg.hardware)
     export = read_export(run.inputs["export"].path)
-    fed = export.fed(_reader(identity, target.model_class))
+    fed = export.fed(reader_of(identity, target.model_class))
     if fed.predicted is None:
         raise EagleError(f"this drafter cannot be served here: {fed.refused}")
     # Replay is of chains: which branch of a tree was drafted from which states is not in the text.
@@ -142,16 +142,6 @@ def _longest(chosen: Sequence[Response], cfg: Config) -> int:
 
 def _is_reference(slot: Slot) -> bool:
     return slot.backend.name == "transformers"
-
-
-def _reader(identity: Mapping[str, Any], model_class: str) -> Reader:
-    match identity["engine"]:
-        case "vllm":
-            return Reader("vllm", identity["version"], runner=identity["runner"])
-        case "sglang":
-            return Reader("sglang", identity["version"], model_class)
-        case _:
-            return Reader("transformers")
 
 
 def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Response]) -> None:

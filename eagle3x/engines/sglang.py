@@ -152,7 +152,7 @@ class SglangAdapter:
                 )
         if attention in NOT_DRAFTING:
             reasons.append(f"attention={attention}: SGLang has no draft attention of that name; use attention=auto")
-        if hardware.device == "cpu" and numbers(version) < numbers(CPU_DRAFTS_SINCE):
+        if identity["device"] == "cpu" and numbers(version) < numbers(CPU_DRAFTS_SINCE):
             reasons.append(f"SGLang {version} does not speculate on a CPU; {CPU_DRAFTS_SINCE} does")
         if plan.boundaries is None:
             return reasons

@@ -33,6 +33,7 @@ OURS = frozenset(
         "tensor_parallel_size", "device", "base_gpu_id", "trust_remote_code", "random_seed", "skip_tokenizer_init",
         "disable_radix_cache", "mem_fraction_static", "context_length", "max_running_requests", "max_total_tokens",
         "host", "port", "forward_hooks", "json_model_override_args", "preferred_sampling_params", "log_level",
+        "enable_metrics", "stream_interval",
     }
 )  # fmt: skip
 """Arguments that other config nodes decide, or that would change what is measured."""
