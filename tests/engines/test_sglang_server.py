@@ -320,7 +320,7 @@ def test_a_tree_and_a_prefix_cache(launch: Launch, known: KnownAnswer, tmp_path:
     """Attached, as to a user's server, with a prefix cache that each pass must meet empty."""
     users = replace(launch, arguments={**launch.arguments, "disable_radix_cache": False}, log=tmp_path / "tree.log")
     started = Server.launch(
-        lambda port: argv(users, port, known.drafter_dir, TREE), users.log, users.environment, timeout=400
+        lambda port: argv(users, port, known.drafter_dir, TREE), log=users.log, env=users.environment, timeout=400
     )
     prompt = tuple(range(START, START + 40))
     asked = [Request(f"{n}", (*prompt, n), 30, ignore_eos=True) for n in (20, 31, 44)]
