@@ -78,6 +78,8 @@ def attach(url: str, target: Target, drafter: Path | None, speculation: Speculat
         )
     if found.drafter is not None and drafter is not None and Path(found.drafter) != drafter:
         log(f"{server.url} serves the drafter {found.drafter}: it must be what is in {drafter}")
+    if found.drafter_quantization is not None:
+        log(f"{server.url} quantizes its drafter, too ({found.drafter_quantization}): it is not what was exported")
     if found.speculation is not None and not found.metrics:
         log(f"{server.url} runs without --enable-metrics: that others use it while it is measured would not be seen")
     return ServerEndpoint(

@@ -17,7 +17,7 @@ ALGORITHM = "EAGLE3"
 class Reported:
     """In SGLang's words. `attention`: backends of prefill and of decode. `kv_tokens`: of its KV cache.
 
-    `algorithm`, `drafter` (its path) and `speculation`: None if it does not speculate.
+    `algorithm`, `drafter` (its path), what it quantizes that with, and `speculation`: None if it does not speculate.
     """
 
     version: str
@@ -34,6 +34,7 @@ class Reported:
     kv_tokens: int
     algorithm: str | None
     drafter: str | None
+    drafter_quantization: str | None
     speculation: Speculation | None
 
 
@@ -60,6 +61,7 @@ def read(info: Mapping[str, Any]) -> Reported:
             kv_tokens=info["max_total_num_tokens"],
             algorithm=algorithm,
             drafter=None if algorithm is None else info["speculative_draft_model_path"],
+            drafter_quantization=None if algorithm is None else info["speculative_draft_model_quantization"],
             speculation=None if algorithm is None else _speculation(info),
         )
     except KeyError as error:

@@ -32,6 +32,8 @@ ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # `-m` would look for packages in the working directory first
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # to ask whether it lives would cost it a step, and a second
 }
+AS_IT_IS = "unquant"
+"""Of `speculative_draft_model_quantization`: the drafter as its checkpoint has it."""
 PAGE = 128
 """Tokens of the largest page of a KV cache that an attention backend wants; SGLang cuts its cache to whole pages."""
 DRAFT_ROOM = 256
@@ -154,11 +156,14 @@ def argv(launch: Launch, port: int, drafter: Path | None, speculation: Speculati
 
 def speculative_arguments(drafter: Path | None, speculation: Speculation | None) -> dict[str, Any]:
     """All that says how SGLang speculates; None: it does not. What is left out would be its own choice, by class."""
-    names = ("algorithm", "draft_model_path", "num_steps", "eagle_topk", "num_draft_tokens")
+    names = (
+        "algorithm", "draft_model_path", "draft_model_quantization", "num_steps", "eagle_topk", "num_draft_tokens",
+    )  # fmt: skip
     values: tuple[Any, ...] = (None,) * len(names)
     if drafter is not None and speculation is not None:
         k, topk, nodes = speculation.num_speculative_tokens, speculation.topk, speculation.drafts + 1
-        values = (ALGORITHM, str(drafter), k, topk, nodes)
+        # Else the drafter is quantized as the target is.
+        values = (ALGORITHM, str(drafter), AS_IT_IS, k, topk, nodes)
     return {f"speculative_{name}": value for name, value in zip(names, values, strict=True)}
 
 
@@ -187,6 +192,7 @@ def differences(
         ),
         "algorithm": (None if drafter is None else ALGORITHM, reported.algorithm),
         "drafter": (None if drafter is None else str(drafter), reported.drafter),
+        "drafter's quantization": (None, reported.drafter_quantization),
         "speculation": (speculation, reported.speculation),
     }
     for name, value in launch.arguments.items():

@@ -356,7 +356,8 @@ def test_command_line(launch: Launch, known: KnownAnswer) -> None:
     speculative = {name: value for name, value in given(words).items() if name.startswith("--speculative")}
     assert speculative == {
         "--speculative-algorithm": "EAGLE3", "--speculative-draft-model-path": str(known.drafter_dir),
-        "--speculative-num-steps": "3", "--speculative-eagle-topk": "2", "--speculative-num-draft-tokens": "7",
+        "--speculative-draft-model-quantization": "unquant", "--speculative-num-steps": "3",
+        "--speculative-eagle-topk": "2", "--speculative-num-draft-tokens": "7",
     }  # fmt: skip
     assert given(argv(launch, 1, known.drafter_dir, CHAIN))["--speculative-num-draft-tokens"] == "4"
     assert not any("speculative" in word for word in argv(launch, 1, None, None))

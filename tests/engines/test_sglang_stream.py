@@ -131,6 +131,7 @@ def test_a_way_to_speculate_that_is_none_of_ours() -> None:
         "version", "model_path", "served_model_name", "device", "dtype", "kv_cache_dtype", "quantization",
         "attention_backend", "prefill_attention_backend", "decode_attention_backend", "tp_size", "disable_radix_cache",
         "enable_metrics", "max_total_num_tokens", "speculative_draft_model_path",
+        "speculative_draft_model_quantization",
     )  # fmt: skip
     info: dict[str, Any] = dict.fromkeys(names, None) | {
         "speculative_algorithm": "NGRAM", "speculative_num_steps": None, "speculative_eagle_topk": 1,
