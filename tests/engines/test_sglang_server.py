@@ -6,6 +6,7 @@ Needs the environment that `make env-sglang-cpu` lays.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -19,10 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3x.benchmark.config import Speculation
-from eagle3x.config import TargetConfig
+from eagle3x.config import Hardware, TargetConfig
 from eagle3x.diagnosis.known_answer import EOS, PROMPT, START, VOCAB, KnownAnswer, build, variants
-from eagle3x.engines import interpreter, sglang_report
+from eagle3x.engines import adapter, interpreter, sglang_report
 from eagle3x.engines.child import EngineDied
+from eagle3x.engines.config import Attention, Backend, Job, Quantization, Slot
 from eagle3x.engines.ports import taken
 from eagle3x.engines.server import Server
 from eagle3x.engines.server_endpoint import ServerEndpoint
@@ -223,8 +225,33 @@ def test_attached(speculating: ServerEndpoint, launch: Launch, known: KnownAnswe
     speculating.server.check()  # still runs
 
 
+def test_a_backend_that_is_attached(speculating: ServerEndpoint, launch: Launch, known: KnownAnswer) -> None:
+    """By its URL alone: what it is comes from the server."""
+    backend = Backend(
+        name="sglang", runner="auto", dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4,
+        engine_args={}, python=None, url=speculating.server.url, port=None, memory_fraction=0.3, start_timeout=9.0,
+    )  # fmt: skip
+    slot, cpu = Slot("serve", backend, Quantization("none"), Attention("auto")), Hardware("cpu", None, None)
+    identity = adapter("sglang").identity(slot, launch.target, cpu)
+    told = {"attached": True, "version": "0.5.23", "attention": "intel_amx", "dtype": "float32", "device": "cpu"}
+    assert told.items() <= identity.items()
+    assert adapter("sglang").refusals(slot, launch.target, cpu) == []
+    other = replace(slot, backend=replace(backend, port=1, engine_args={"a": 1}))
+    assert len(adapter("sglang").refusals(other, launch.target, cpu)) == 2
+    nowhere = replace(slot, backend=replace(backend, url="http://127.0.0.1:9"))
+    (reason,) = adapter("sglang").refusals(nowhere, launch.target, cpu)
+    assert "ConnectError" in reason
+    with adapter("sglang").open(slot, launch.target, cpu, Job(LENGTH, launch.log.parent)) as engine:
+        assert (engine.can_serve_plain, engine.native_layer_ids((3, 5, 8))) == (False, [2, 4, 7])
+        with engine.serve(known.drafter_dir, CHAIN) as endpoint:
+            _check(list(endpoint.complete(REQUESTS[:2], 2)), REQUESTS, known)
+        _check(list(engine.generate(REQUESTS[2:4])), REQUESTS, known)
+        with pytest.raises(EagleError, match="a server hands out no hidden states"):
+            engine.capture([], (3, 5, 8))
+
+
 def test_what_is_refused_when_attaching(
-    both: tuple[ServerEndpoint, ServerEndpoint], launch: Launch, known: KnownAnswer, tiny_target: object
+    both: tuple[ServerEndpoint, ServerEndpoint], launch: Launch, known: KnownAnswer
 ) -> None:
     url, plain_url = (endpoint.server.url for endpoint in both)
     with pytest.raises(EagleError, match=r"speculates with num_speculative_tokens=3, topk=1, num_draft_tokens=4, but"):
@@ -242,8 +269,6 @@ def test_what_is_refused_when_attaching(
 
 def test_what_differs_from_what_was_asked(speculating: ServerEndpoint, launch: Launch, known: KnownAnswer) -> None:
     """What the real server says of itself, compared with what it was not asked."""
-    import json
-
     info = json.loads(speculating.get("/server_info"))
     assert differences(launch, info, known.drafter_dir, CHAIN) == []
     arguments = {**launch.arguments, "dtype": "bfloat16", "context_length": 1024, "no_such": 1}
