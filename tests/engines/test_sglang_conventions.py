@@ -27,7 +27,7 @@ CPU = Hardware(device="cpu", threads=None, devices=None)
 CHUNK = 64
 LENGTHS = (100, 5, 17, 1, 40)
 """The first is cut into chunks, the others share a forward."""
-TOLERANCE = 2e-5
+TOLERANCE = 1e-4
 FAR = 0.1
 """What a wrong boundary is off by, at least."""
 NUMBERED = {
