@@ -13,21 +13,17 @@ ARGS ?=
 
 export PYTHON
 
-.PHONY: run test test-sglang env env-vllm-cpu env-vllm env-sglang-cpu env-sglang lint wheel clean
+.PHONY: run test env env-vllm-cpu env-vllm env-sglang-cpu env-sglang lint wheel clean
 
 run: env  ## install, get the model, run the main job
 	$(BIN)/python -m eagle3x $(ARGS)
 
-test: env env-vllm-cpu  ## install, lint, type-check, run all tests (but those of SGLang's capture: test-sglang)
+test: env env-vllm-cpu env-sglang-cpu  ## install, lint, type-check, run all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	EAGLE3X_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
-	    $(BIN)/python -m pytest --ignore=tests/engines/test_sglang_capture.py $(ARGS)
-
-test-sglang: env env-sglang-cpu  ## what there is of SGLang so far, on the real one
-	EAGLE3X_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
-	    $(BIN)/python -m pytest -n 0 tests/engines/test_sglang_capture.py $(ARGS)
+	EAGLE3X_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python EAGLE3X_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+	    $(BIN)/python -m pytest $(ARGS)
 
 env: $(VENV)/.ready
 

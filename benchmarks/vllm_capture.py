@@ -22,13 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle3x.config import Hardware, TargetConfig
-from eagle3x.data.extraction import TOKENS_PER_SHARD
+from eagle3x.data.extraction import tokens_per_shard
 from eagle3x.data.shards import ShardSpec, ShardWriter
 from eagle3x.engines import interpreter
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.inside.states_ring import RingReader
-from eagle3x.engines.vllm_arguments import DTYPE_BYTES, arguments, environment, resolved_attention, resolved_dtype
+from eagle3x.engines.resolved import DTYPE_BYTES, resolved_dtype
+from eagle3x.engines.vllm_arguments import arguments, environment, resolved_attention
 from eagle3x.engines.vllm_offline import OfflineVllm, capture_arguments, states_ring
 from eagle3x.targets import resolve
 from eagle3x.types import Request, Response, TokenSample
@@ -166,7 +167,7 @@ def captured(
     if folder is None:
         assert sum(len(states.token_ids) for states in found) == sum(map(len, texts))
     else:
-        with ShardWriter(folder, spec, TOKENS_PER_SHARD) as writer:
+        with ShardWriter(folder, spec, tokens_per_shard(spec)) as writer:
             for states in found:
                 writer.add(states, responses[states.id])
     return time.perf_counter() - start

@@ -48,6 +48,17 @@ class Reader:
         return " ".join(part for part in parts if part)
 
 
+def reader_of(identity: Mapping[str, Any], model_class: str) -> Reader:
+    """The reader that an engine with this `identity` is, for a target of this class."""
+    match identity["engine"]:
+        case "vllm":
+            return Reader("vllm", identity["version"], runner=identity["runner"])
+        case "sglang":
+            return Reader("sglang", identity["version"], model_class)
+        case _:
+            return Reader("transformers")
+
+
 @dataclass(frozen=True)
 class ExportedKeys:
     """The ids an exported drafter carries. `refused`: why the directory does not serve on SGLang; None if it does."""

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from eagle3x import pipeline, targets
-from eagle3x.capture import trained_boundaries
+from eagle3x.capture import CaptureError, native_layer_ids, reader_of, trained_boundaries
 from eagle3x.config import Config, TargetConfig
 from eagle3x.data import sources
 from eagle3x.drafters.architecture import Architecture
@@ -46,13 +46,20 @@ def at_hand(cfg: TargetConfig) -> bool:
 
 def check_with_target(cfg: Config, target: Target) -> None:
     """What needs the target's config: boundaries that exist, engines that can run it."""
-    trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
+    boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
     reasons = [
         f"{slot.role}: {reason}"
         for slot in slots_in_use(cfg)
         for reason in adapter(slot.backend.name).refusals(slot, target, cfg.hardware)
     ]
-    if "benchmark" in pipeline.plan(cfg.stage, cfg) and not reasons:
+    stages = pipeline.plan(cfg.stage, cfg)
+    if "hidden_states" in stages and not reasons:
+        identity = adapter(cfg.backend.name).identity(cfg.extract_slot, target, cfg.hardware)
+        try:
+            native_layer_ids(reader_of(identity, target.model_class), boundaries, target.num_blocks)
+        except CaptureError as error:
+            reasons.append(f"extract: {error}")
+    if "benchmark" in stages and not reasons:
         planned = drafter_plan(cfg, target)
         serving = adapter(cfg.serve.backend.name)
         reasons += [f"serve: {r}" for r in serving.drafter_refusals(cfg.serve_slot, target, cfg.hardware, planned)]
@@ -63,17 +70,17 @@ def check_with_target(cfg: Config, target: Target) -> None:
 def drafter_plan(cfg: Config, target: Target) -> DrafterPlan:
     """What the config (or the config.json of a drafter that is there already) says of the drafter to be served."""
     boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
-    k, described = cfg.speculation.num_speculative_tokens, cfg.drafter
+    speculation, described = cfg.speculation, cfg.drafter
     if cfg.drafter.source == "custom":
-        return DrafterPlan(len(boundaries), boundaries, _variants(described), k)
+        return DrafterPlan(len(boundaries), boundaries, _variants(described), speculation)
     if cfg.drafter.path is None:  # on a hub: known when it was loaded
-        return DrafterPlan(len(boundaries), None, frozenset(), k)
+        return DrafterPlan(len(boundaries), None, frozenset(), speculation)
     raw = json.loads((Path(cfg.drafter.path) / "config.json").read_text(encoding="utf-8"))
     try:
         architecture = Architecture.from_config(raw)
     except EagleError as error:
         raise ConfigError(f"drafter.path={cfg.drafter.path}: {error}") from error
-    return DrafterPlan(architecture.num_aux, None, _variants(architecture), k)
+    return DrafterPlan(architecture.num_aux, None, _variants(architecture), speculation)
 
 
 def _variants(described: Drafter | Architecture) -> frozenset[str]:

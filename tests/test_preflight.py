@@ -13,9 +13,10 @@ from eagle3x.types import ConfigError
 
 REFUSED = {
     ("target.path=/nowhere",): "/nowhere does not exist",
-    ("backend@serve.backend=sglang",): "backend=transformers",
     ("backend=vllm", "attention=triton"): "attention=triton: vLLM has one attention backend on a CPU",
     ("backend=vllm", "speculation.num_speculative_tokens=129", "sampling.continuation_tokens=129"): "at most 128",
+    ("speculation=tree",): "topk=4: transformers drafts chains only; use speculation=chain",
+    ("backend=vllm", "speculation=tree"): "topk=4: vLLM drafts chains only; use speculation=chain",
     ("backend=vllm", "backend.python=/nowhere/python"): "make env-vllm-cpu",
     ("quantization=int4",): "quantization=none",
     ("quantization@serve.quantization=fp8",): "serve: quantization=fp8",
@@ -56,4 +57,5 @@ def test_refused(overrides: tuple[str, ...], tiny_target: Target) -> None:
 
 
 def test_only_slots_that_are_opened_are_asked(tiny_target: Target) -> None:
-    check(cells([*fixed(tiny_target), "stage=hidden_states", "backend@serve.backend=sglang"], multirun=False)[0].config)
+    unservable = ["backend@serve.backend=sglang", "attention@serve.attention=sdpa"]
+    check(cells([*fixed(tiny_target), "stage=hidden_states", *unservable], multirun=False)[0].config)

@@ -69,6 +69,8 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
         "requests": len(served),
         "output_tokens": sum(len(r.completion.token_ids) for r in served),
         "num_speculative_tokens": context["num_speculative_tokens"],
+        "topk": context["topk"],
+        "drafts": context["drafts"],
         "engine": context["engine"],
         "tau": asdict(tau_interval(counters, ids, bootstrap)),
         "tau_without_degenerate": asdict(_tau(counters, ids, sound, bootstrap)) if sound else None,
@@ -82,7 +84,7 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
         "per_category": {name: asdict(_tau(counters, ids, part, bootstrap)) for name, part in groups.items()},
         "speedup": _speedup(read_batches(directory / TIMING), bootstrap),
         "identical_outputs": _outputs(requests(read_batches(directory / BASELINE)), served, context, cfg),
-        "replay": _replay(served, replayed, context, bootstrap),
+        "replay": None if replayed is None else _replay(served, replayed, context, bootstrap),
         "boundaries": {
             "trained": context["trained"],
             "predicted": context["predicted"],
@@ -171,7 +173,10 @@ class _Replayed:
     draft_gaps: list[float | None]
 
 
-def _read_replay(directory: Path, served: Sequence[RequestRecord], context: Mapping[str, Any]) -> _Replayed:
+def _read_replay(directory: Path, served: Sequence[RequestRecord], context: Mapping[str, Any]) -> _Replayed | None:
+    """None for a tree, which has no candidates."""
+    if not context["candidates"]:
+        return None
     lines = {line["id"]: line for line in read_lines(directory / REPLAY)}
     ordered = [lines[r.id] for r in served]
     by_name = {PREDICTED: [parse_counters(line) for line in ordered]}
@@ -218,9 +223,11 @@ def _replay(
 
 
 def _serve_probe(
-    counters: Sequence[SpecCounters], replayed: _Replayed, context: Mapping[str, Any], bootstrap: Bootstrap
+    counters: Sequence[SpecCounters], replayed: _Replayed | None, context: Mapping[str, Any], bootstrap: Bootstrap
 ) -> dict[str, Any] | None:
-    """Which boundaries the engine feeds, judged by all requests; None if replay had one candidate alone."""
+    """Which boundaries the engine feeds, judged by all requests; None if replay had one candidate alone, or none."""
+    if replayed is None:
+        return None
     by_boundaries = {tuple(context["candidates"][name]): c for name, c in replayed.counters.items()}
     if len(by_boundaries) < 2:
         return None

@@ -7,13 +7,45 @@ from eagle3x.schema import config
 
 @config
 class Speculation:
-    """A chain of `num_speculative_tokens` (k) drafts per verify step. SGLang's num_draft_tokens is k + 1."""
+    """What is drafted for a verify step: a chain of k drafts, or a tree whose longest path has k."""
 
     num_speculative_tokens: int
+    """k. A chain of k drafts is SGLang's speculative_num_steps=k, speculative_num_draft_tokens=k+1."""
+    topk: int
+    """Branches of each node of a tree; 1: a chain."""
+    num_draft_tokens: int | None
+    """Nodes of a tree that are verified, with its root: SGLang's name. null for a chain, whose k decides it."""
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
+        k, width, nodes = self.num_speculative_tokens, self.topk, self.num_draft_tokens
+        if k < 1:
             raise ValueError("num_speculative_tokens must be at least 1")
+        if width < 1:
+            raise ValueError("topk must be at least 1")
+        if width == 1 and nodes is not None:
+            raise ValueError(f"num_draft_tokens={nodes}: a chain (topk=1) has k+1={k + 1}; use null")
+        if width > 1:
+            # SGLang drafts `topk` nodes in the first step, `topk` for each of the `topk` that it keeps in every other.
+            drafted = width + (k - 1) * width**2
+            if nodes is None or not k < nodes <= drafted + 1:
+                raise ValueError(
+                    f"num_draft_tokens={nodes}: a tree of {k} steps with topk={width} has {k + 1} to {drafted + 1}"
+                )
+
+    @staticmethod
+    def chain(num_speculative_tokens: int) -> Speculation:
+        """A chain of so many drafts."""
+        return Speculation(num_speculative_tokens=num_speculative_tokens, topk=1, num_draft_tokens=None)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether a verify step looks at several paths."""
+        return self.topk > 1
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens that one verify step looks at: D = V * drafts."""
+        return self.num_speculative_tokens if self.num_draft_tokens is None else self.num_draft_tokens - 1
 
 
 @config

@@ -3,7 +3,7 @@
 acceptance.jsonl, baseline.jsonl   a request a line: counters, output, times, with and without the drafter (T=0)
 timing.jsonl                       the same of the timing pass, fixed length, legs in ABBA order
 texts.jsonl                        how each served text goes on past its end, for replay
-replay.jsonl                       counters that replay predicts for each request, at several boundaries
+replay.jsonl                       counters that replay predicts for each request, at several boundaries (of chains)
 context.json                       what the figures need to know besides
 cell.json                          the figures: derived, `cell.summarise` makes them again at any time
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from eagle3x.benchmark.cell import ACCEPTANCE, BASELINE, CELL, CONTEXT, PREDICTED, REPLAY, TIMING, summarise
 from eagle3x.benchmark.records import RequestRecord, append_lines, read_batches, read_lines, requests
 from eagle3x.benchmark.runner import Workload, acceptance_pass, timing_legs, timing_pass
-from eagle3x.capture import Reader
+from eagle3x.capture import reader_of
 from eagle3x.data.records import read_responses
 from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
@@ -56,12 +56,16 @@ def make(run: StageRun) -> dict[str, Any]:
     cfg, slot, target = run.cfg, run.slot("serve"), run.target
     identity = adapter(slot.backend.name).identity(slot, target, cfg.hardware)
     export = read_export(run.inputs["export"].path)
-    fed = export.fed(_reader(identity, target.model_class))
+    fed = export.fed(reader_of(identity, target.model_class))
     if fed.predicted is None:
         raise EagleError(f"this drafter cannot be served here: {fed.refused}")
-    asked = candidate_boundaries(fed.predicted, export.trained, export.num_blocks)
+    # Replay is of chains: which branch of a tree was drafted from which states is not in the text.
+    is_tree = cfg.speculation.is_tree
+    asked = {} if is_tree else candidate_boundaries(fed.predicted, export.trained, export.num_blocks)
     context = {
         "num_speculative_tokens": cfg.speculation.num_speculative_tokens,
+        "topk": cfg.speculation.topk,
+        "drafts": cfg.speculation.drafts,
         "engine": identity,
         "exact": identity["dtype"] == "float32" and identity["device"] == "cpu",
         "num_blocks": export.num_blocks,
@@ -80,12 +84,15 @@ def make(run: StageRun) -> dict[str, Any]:
         job = Job(_longest(chosen, run.cfg), run.work / LOGS)
         engine = stack.enter_context(adapter(slot.backend.name).open(slot, target, cfg.hardware, job))
         _passes(run, engine, export.directory, chosen)
-        _continue_texts(run, engine, chosen)
-        if not _is_reference(slot):
-            stack.close()  # two engines need not fit into the memory together
-            reference = reference_slot(slot)
-            engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware, job))
-        _replay_pass(run, engine, export, asked)
+        if is_tree:
+            log("trees are not replayed: what this cell accepts is compared with a chain's by the report")
+        else:
+            _continue_texts(run, engine, chosen)
+            if not _is_reference(slot):
+                stack.close()  # two engines need not fit into the memory together
+                reference = reference_slot(slot)
+                engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware, job))
+            _replay_pass(run, engine, export, asked)
     cell = summarise(run.work, cfg)
     (run.work / CELL).write_text(json.dumps(cell, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     tau = cell["tau"]
@@ -135,16 +142,6 @@ def _longest(chosen: Sequence[Response], cfg: Config) -> int:
 
 def _is_reference(slot: Slot) -> bool:
     return slot.backend.name == "transformers"
-
-
-def _reader(identity: Mapping[str, Any], model_class: str) -> Reader:
-    match identity["engine"]:
-        case "vllm":
-            return Reader("vllm", identity["version"], runner=identity["runner"])
-        case "sglang":
-            return Reader("sglang", identity["version"], model_class)
-        case _:
-            return Reader("transformers")
 
 
 def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Response]) -> None:

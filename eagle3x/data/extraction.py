@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
 
-TOKENS_PER_SHARD = 8192
-"""What a kill can lose: half a minute on two CPU cores, well under a second on a GPU."""
+TOKENS_PER_SHARD, BYTES_PER_SHARD = 8192, 1 << 27
+"""A shard ends at whichever comes first: a kill can lose half a minute of two CPU cores, or a few seconds of a GPU."""
 PEEK_TOKENS = 16
 
 
@@ -51,7 +51,7 @@ def make(run: StageRun) -> dict[str, Any]:
             )
         spec = _spec(engine, kept, boundaries, target.hidden_size, run.cfg.capture.dtype)
         splits = get_args(Split)
-        writers = {split: ShardWriter(run.work / split, spec, TOKENS_PER_SHARD) for split in splits}
+        writers = {split: ShardWriter(run.work / split, spec, tokens_per_shard(spec)) for split in splits}
         done = {sample for writer in writers.values() for sample in writer.done_ids}
         waiting = [r for r in kept if r.id not in done]
         require_space(run.work, estimate_bytes([len(r.token_ids) for r in waiting], spec))
@@ -67,6 +67,11 @@ def make(run: StageRun) -> dict[str, Any]:
         "dtype": spec.dtype,
         "last_norm": spec.last_norm,
     }
+
+
+def tokens_per_shard(spec: ShardSpec) -> int:
+    """How many tokens of such states make a shard."""
+    return max(1, min(TOKENS_PER_SHARD, BYTES_PER_SHARD // spec.bytes_per_token))
 
 
 def _counts(responses: Sequence[Response], shards: Shards) -> dict[str, int]:

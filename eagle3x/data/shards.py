@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = max(2, min(8, (os.cpu_count() or 2) // 2))
 """Full shards that are written at the same time: one thread neither hashes nor copies as fast as a GPU captures."""
+CHECKS = max(1, IN_FLIGHT // 2)
+"""Threads that look whether a sample is finite: its giver waits for the answer, and would else be the slowest part."""
 SAMPLE_BYTES = 130
 """A sample's line in the index, about."""
 GIB = 1024**3
@@ -95,6 +97,7 @@ class ShardWriter:
         self._open: list[OpenSample] = []
         self._open_tokens = 0
         self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="shards")
+        self._checks = ThreadPoolExecutor(CHECKS, thread_name_prefix="checks")
         self._in_flight: deque[tuple[Future[ShardEntry], list[SampleEntry]]] = deque()
         directory.mkdir(parents=True, exist_ok=True)
         for scrap in directory.glob("*new"):  # what a kill left half written
@@ -129,6 +132,7 @@ class ShardWriter:
             self._flush()
         self.settle()
         self._threads.shutdown()
+        self._checks.shutdown()
         write_json(self.directory / INDEX, index_of(self.spec, self._shards, self._samples))
         self._closed = True
         for part in self.directory.glob("shard-*.json"):
@@ -169,7 +173,8 @@ class ShardWriter:
             )
         dtype = getattr(torch, spec.dtype)
         kept = HiddenStates(states.id, states.token_ids, states.aux.to(dtype), states.last.to(dtype), states.last_norm)
-        if not (all_finite(kept.aux) and all_finite(kept.last)):
+        parts = [*kept.aux.split(rows := max(1, -(-T // CHECKS))), *kept.last.split(rows)]
+        if not all(self._checks.map(all_finite, parts)):
             self._refuse_not_finite(kept)
         return OpenSample(kept, response)
 

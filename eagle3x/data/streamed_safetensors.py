@@ -60,7 +60,7 @@ def _bytes(piece: Tensor, block: NDArray[np.uint8]) -> Iterator[memoryview]:
         piece = piece.view(torch.int16)
     rows = piece.numpy()
     if rows.flags.c_contiguous:
-        yield memoryview(rows.reshape(-1).view(np.uint8))
+        yield rows.reshape(-1).view(np.uint8).data
         return
     row_bytes = rows[:1].nbytes
     step = max(1, len(block) // row_bytes)
@@ -70,7 +70,7 @@ def _bytes(piece: Tensor, block: NDArray[np.uint8]) -> Iterator[memoryview]:
         part = rows[start : start + step]
         copy = block[: part.nbytes].view(rows.dtype).reshape(part.shape)
         np.copyto(copy, part)
-        yield memoryview(copy.reshape(-1).view(np.uint8))
+        yield copy.reshape(-1).view(np.uint8).data
 
 
 def _header(tensors: Mapping[str, Sequence[Tensor]]) -> bytes:

@@ -26,13 +26,20 @@ class DrafterPlan:
     """What is known of a drafter before it is trained or loaded.
 
     num_aux: boundaries that its fc reads. boundaries: those it is to be fed, None if that is not known yet.
-    variants: the norm options that it uses. k: draft tokens a step.
+    variants: the norm options that it uses.
     """
 
     num_aux: int
     boundaries: tuple[int, ...] | None
     variants: frozenset[str]
-    num_speculative_tokens: int
+    speculation: Speculation
+
+
+def chains_only(engine: str, speculation: Speculation) -> list[str]:
+    """Why an engine that drafts chains alone refuses `speculation`; empty if it does not."""
+    if not speculation.is_tree:
+        return []
+    return [f"speculation.topk={speculation.topk}: {engine} drafts chains only; use speculation=chain"]
 
 
 class Endpoint(Protocol):

@@ -22,6 +22,8 @@ REPLY_FD = "EAGLE3X_REPLY_FD"
 """Environment variable that tells a worker which file descriptor takes its replies."""
 
 TAIL_BYTES = 1 << 16
+AFTERWARDS = re.compile(r"nanobind: (leaked|this is likely)| - (leaked|\.\.\.) |See https://nanobind")
+"""Lines that Triton's bindings print as a process ends, dozens of them: they would hide what it ended by."""
 EXIT_SECONDS = 5.0
 """How long a child that closed its pipes may take to exit, so that its exit code can be told."""
 
@@ -109,7 +111,7 @@ class Child:
             self._end_group()
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last lines that this child wrote, with the values of secret environment variables left out."""
+        """The last lines of note that this child wrote, with the values of secret environment variables left out."""
         with self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             start = max(self._log_start, end - TAIL_BYTES)
@@ -119,7 +121,7 @@ class Child:
             text = file.read().decode(errors="replace")
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join([line for line in text.splitlines() if not AFTERWARDS.match(line)][-lines:])
 
     def log_end(self) -> str:
         """Where the log is and how it ends, for an error message."""

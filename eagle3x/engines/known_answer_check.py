@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
+from eagle3x.benchmark.config import Speculation
 from eagle3x.config import TargetConfig
 from eagle3x.fingerprint import cache_dir
 from eagle3x.identity import digest
@@ -35,17 +36,20 @@ POLL_SECONDS = 0.05
 LONGEST = 256
 """Tokens that a server for the pair must take."""
 
-Serve = Callable[["Target", Path], AbstractContextManager["Endpoint"]]
+Serve = Callable[["Target", Path, "Speculation"], AbstractContextManager["Endpoint"]]
 """Serves a target with the drafter in a directory, in every other way as the real one will be served."""
 
 
-def check_known_answer(identity: Mapping[str, Any], num_speculative_tokens: int, serve: Serve) -> None:
+def check_known_answer(identity: Mapping[str, Any], speculation: Speculation, serve: Serve) -> None:
     """Serve the pair, unless the engine with this `identity` has passed before.
+
+    With a chain, whatever the real drafter is served with: where a slot is wrong the best draft is, but the second best
+    may be right, and a tree has it too. The layers that are captured are the same.
 
     Raises:
         EagleError: the engine feeds its drafter something else than the boundaries that the drafter's config names.
     """
-    k = num_speculative_tokens
+    k = speculation.num_speculative_tokens
     folder = cache_dir() / "known-answer"
     passed = folder / f"{digest({**identity, 'k': k})}.json"
     if passed.is_file():
@@ -63,7 +67,7 @@ def check_known_answer(identity: Mapping[str, Any], num_speculative_tokens: int,
             )
         )  # fmt: skip
         requests = [Request(f"known-{start}", (17, 40, 9, start), TOKENS, ignore_eos=True) for start in STARTS]
-        with serve(target, known.drafter_dir) as endpoint:
+        with serve(target, known.drafter_dir, Speculation.chain(k)) as endpoint:
             before = endpoint.totals()
             if before is None:
                 raise EagleError(f"known-answer pair: {identity['engine']} has no counters although it has a drafter")

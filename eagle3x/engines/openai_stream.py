@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from eagle3x.engines.spec_metrics import request_counters
+from eagle3x.engines import spec_metrics
+from eagle3x.engines.server_stream import ServerFailed, ask
 from eagle3x.types import Completion, EagleError, Finish, Request, SpecCounters, Timing
 
 PATH = "/v1/completions"
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 
-class ServerFailed(EagleError):  # noqa: N818 (it says what happened)
-    """The server could not finish an answer through no fault of the request; it may be dying."""
+@dataclass(frozen=True)
+class OpenAIDialect:
+    """How vLLM's server is asked. `model`: the name it serves. `stop_token_ids` end an answer, unless the request
+    ignores them."""
+
+    model: str
+    stop_token_ids: tuple[int, ...]
+
+    def body(self, request: Request, salt: str | None) -> dict[str, Any]:
+        """The request as JSON; see `body`."""
+        return body(request, self.model, self.stop_token_ids, salt)
+
+    async def complete(self, client: httpx.AsyncClient, request: Request, asked: Mapping[str, Any]) -> Completion:
+        """Send it and read the answer; see `complete`."""
+        return await complete(client, request, asked)
+
+    def totals(self, get: Callable[[str], str]) -> SpecCounters | None:
+        """The counters since the server started; None without a drafter. vLLM records a step after it has sent it."""
+        return spec_metrics.totals(get("/metrics"))
 
 
 def body(request: Request, model: str, stop_token_ids: Sequence[int], cache_salt: str | None) -> dict[str, Any]:
@@ -62,26 +81,11 @@ async def complete(client: httpx.AsyncClient, request: Request, asked: Mapping[s
     """
     content = json.dumps(asked).encode()
     start = time.perf_counter()
-    headers = {"content-type": "application/json"}
-    async with client.stream("POST", PATH, content=content, headers=headers) as response:
-        if response.status_code != httpx.codes.OK:
-            raise _refused(request, response.status_code, (await response.aread()).decode(errors="replace"))
-        answer = _Answer(request)
-        async for now, event in _events(response):
+    answer = _Answer(request)
+    async with aclosing(ask(client, PATH, request, content)) as events:
+        async for now, event in events:
             answer.read(now, event)
     return answer.completion(start)
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """The server-sent events, each with the time it was seen, up to `[DONE]`."""
-    async for line in response.aiter_lines():
-        now = time.perf_counter()
-        if not line.startswith("data: "):
-            continue
-        if line == "data: [DONE]":
-            return
-        yield now, json.loads(line.removeprefix("data: "))
-    raise ServerFailed("the server's stream ended without its end mark")
 
 
 @dataclass
@@ -98,8 +102,6 @@ class _Answer:
 
     def read(self, now: float, event: Mapping[str, Any]) -> None:
         """Take in an event that was seen at `now`."""
-        if (error := event.get("error")) is not None:
-            raise _refused(self.request, int(error.get("code") or 500), json.dumps(event))
         for choice in event["choices"]:
             ids = choice.get("token_ids")
             if ids is None:
@@ -117,7 +119,7 @@ class _Answer:
             details = usage.get("prompt_tokens_details")
             self.cached_tokens = None if details is None else details.get("cached_tokens")
         if (figures := (event.get("metrics") or {}).get("speculative_decoding")) is not None:
-            self.counters = request_counters(figures)
+            self.counters = spec_metrics.request_counters(figures)
 
     def completion(self, start: float) -> Completion:
         """The whole answer."""
@@ -140,14 +142,3 @@ def _gap(top: Mapping[str, float]) -> float:
     """Of the two largest log-probabilities, as of their logits. vLLM may have added the sampled token as a third."""
     first, second = sorted(top.values(), reverse=True)[:2]
     return first - second
-
-
-def _refused(request: Request, status: int, answer: str) -> EagleError:
-    """The error for an answer with an HTTP error status; vLLM sends some of them in the stream."""
-    try:
-        message = json.loads(answer)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = answer[:500]
-    if status >= httpx.codes.INTERNAL_SERVER_ERROR:
-        return ServerFailed(f"request {request.id}: the server failed ({status}): {message}")
-    return EagleError(f"request {request.id}: the server refuses it ({status}): {message}")

@@ -20,6 +20,8 @@ from eagle3x.types import EagleError
 
 PORT_TRIES = 5
 POLL_SECONDS = 0.25
+FETCH_SECONDS = 60.0
+"""How long a server may take to tell of itself; it answers between two steps of its own."""
 ANSWER_SECONDS = 10.0
 """How long a running server may take for its health check; it answers others meanwhile."""
 
@@ -156,6 +158,21 @@ class Server:
             except httpx.HTTPError as error:
                 return f"{self._health}: {type(error).__name__}: {error}"
         return None if status == httpx.codes.OK else f"{self._health} answered {status}"
+
+
+def fetch(url: str, path: str) -> str:
+    """What the server at `url` answers to a GET of `path`.
+
+    Raises:
+        EagleError: an error, or nothing.
+    """
+    try:
+        answer = httpx.get(url + path, timeout=FETCH_SECONDS)
+    except httpx.HTTPError as error:
+        raise EagleError(f"{url}{path}: {type(error).__name__}: {error}") from error
+    if answer.status_code != httpx.codes.OK:
+        raise EagleError(f"{url}{path} answered {answer.status_code}: {answer.text[:500]}")
+    return answer.text
 
 
 @contextlib.contextmanager

@@ -50,42 +50,63 @@ class _Pieces:
         return HiddenStates(self.sample.id, self.sample.token_ids, aux, last, "post_norm")
 
 
-def read_states(folder: Path, prefix: str, samples: Sequence[TokenSample]) -> Iterator[HiddenStates]:
-    """The states of each sample, in the order in which they became complete; files that were read are removed.
+class StatesReader:
+    """The states of `samples`, which SGLang writes into `folder` while they are read.
 
-    Args:
-        folder: where SGLang wrote, for these samples alone; all of them have been answered.
-        prefix: what a request's id has before its sample's.
-        samples: what SGLang was given.
+    prefix: what a request's id has before its sample's.
+    """
+
+    def __init__(self, folder: Path, prefix: str, samples: Sequence[TokenSample]) -> None:
+        self._folder = folder
+        self._given = {f"{prefix}{sample.id}": _Pieces(sample) for sample in samples}
+
+    def written(self) -> Iterator[HiddenStates]:
+        """Those that became complete since the last call; files that were read are removed.
+
+        Raises:
+            EagleError: a token with two states, or other tokens than those of the sample: a request that was restarted.
+        """
+        for file in sorted(self._folder.glob(PATTERN)):
+            rows, tensors = _load(file)
+            file.unlink()  # what is mapped stays until it is no longer used
+            first = 0
+            for rid, start, length in rows:
+                if rid not in self._given:
+                    raise EagleError(f"{file.name} has states of request {rid}, which was not asked for")
+                pieces, piece = self._given[rid], {name: t[first : first + length] for name, t in tensors.items()}
+                first += length
+                # A prefill that shares its forward with decoding has rows of tokens that SGLang wrote itself.
+                if start >= len(pieces.sample.token_ids):
+                    continue
+                pieces.add(start, piece)
+                if pieces.complete:
+                    yield pieces.joined()
+                    pieces.found.clear()
+
+    def finish(self) -> None:
+        """Every sample has been answered, so all states must have been there.
+
+        Raises:
+            EagleError: tokens without states: a prefix cache, or a model class that SGLang does not capture.
+        """
+        if lacking := [pieces for pieces in self._given.values() if not pieces.complete]:
+            missing = lacking[0]
+            raise EagleError(
+                f"SGLang wrote no states for {len(lacking)} of {len(self._given)} samples, among them"
+                f" {missing.sample.id} with {missing.tokens} of {len(missing.sample.token_ids)} tokens: its model class"
+                " does not capture, or a prefix cache is on (its log says which models it could not load)"
+            )
+
+
+def read_states(folder: Path, prefix: str, samples: Sequence[TokenSample]) -> Iterator[HiddenStates]:
+    """The states of samples that have all been answered, in the order in which they became complete.
 
     Raises:
-        EagleError: tokens without states or with two, or other tokens than those of the sample: a prefix cache, a
-            request that was restarted, or a model class that SGLang does not capture.
+        EagleError: as `StatesReader`.
     """
-    given = {f"{prefix}{sample.id}": _Pieces(sample) for sample in samples}
-    for file in sorted(folder.glob(PATTERN)):
-        rows, tensors = _load(file)
-        first = 0
-        for rid, start, length in rows:
-            if rid not in given:
-                raise EagleError(f"{file.name} has states of request {rid}, which was not asked for")
-            pieces, piece = given[rid], {name: tensor[first : first + length] for name, tensor in tensors.items()}
-            first += length
-            # A prefill that shares its forward with decoding has rows of tokens that SGLang wrote itself.
-            if start >= len(pieces.sample.token_ids):
-                continue
-            pieces.add(start, piece)
-            if pieces.complete:
-                yield pieces.joined()
-                pieces.found.clear()
-        file.unlink()
-    if lacking := [pieces for pieces in given.values() if not pieces.complete]:
-        missing = lacking[0]
-        raise EagleError(
-            f"SGLang wrote no states for {len(lacking)} of {len(samples)} samples, among them {missing.sample.id} with"
-            f" {missing.tokens} of {len(missing.sample.token_ids)} tokens: its model class does not capture, or a"
-            " prefix cache is on (its log says which models it could not load)"
-        )
+    reader = StatesReader(folder, prefix, samples)
+    yield from reader.written()
+    reader.finish()
 
 
 def _load(file: Path) -> tuple[list[tuple[str, int, int]], dict[str, Tensor]]:

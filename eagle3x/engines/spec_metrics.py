@@ -5,7 +5,7 @@ the figures of one request in its response.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -82,14 +82,20 @@ def totals(text: str) -> SpecCounters | None:
 def request_counters(figures: Mapping[str, Any]) -> SpecCounters:
     """Counters of one request, from `metrics.speculative_decoding` of its response.
 
-    `acceptance_histogram[j]` is the number of verify steps that accepted exactly j drafts, so A_i = sum of [j >= i].
-
     Raises:
         EagleError: the figures contradict each other.
     """
-    histogram = [int(count) for count in figures["acceptance_histogram"]]
+    return by_histogram(figures["acceptance_histogram"], int(figures["num_draft_tokens"]), "the response's metrics")
+
+
+def by_histogram(histogram: Sequence[int], drafted: int, where: str) -> SpecCounters:
+    """Counters from `histogram`: [j] verify steps accepted exactly j drafts, j = 0..k. So A_i = sum of [j >= i].
+
+    Raises:
+        EagleError: figures that contradict each other, in `where`.
+    """
     at_least = list(accumulate(reversed(histogram)))[::-1]
-    return _checked(at_least[0], int(figures["num_draft_tokens"]), tuple(at_least[1:]), "the response's metrics")
+    return _checked(at_least[0], drafted, tuple(at_least[1:]), where)
 
 
 def cache_config(text: str) -> Mapping[str, str]:

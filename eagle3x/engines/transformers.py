@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from eagle3x.engines.base import chains_only
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.types import Completion, EagleError, HiddenStates, Request, TokenSample
 
@@ -135,8 +136,8 @@ class TransformersAdapter:
         return reasons
 
     def drafter_refusals(self, slot: Slot, target: Target, hardware: Hardware, plan: DrafterPlan) -> list[str]:
-        """None: it serves whatever is trained here, and checks the fed boundaries when it loads a drafter."""
-        return []
+        """Trees. It serves whatever is trained here, and checks the fed boundaries when it loads a drafter."""
+        return chains_only("transformers", plan.speculation)
 
     def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> TransformersEngine:
         """Load the target.

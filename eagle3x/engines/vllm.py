@@ -12,27 +12,26 @@ from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.capture import Reader, native_layer_ids
 from eagle3x.engines import interpreter
+from eagle3x.engines.attached import AttachedServer, attached_refusals
+from eagle3x.engines.base import chains_only
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.interpreter import EngineInterpreter
-from eagle3x.engines.known_answer_check import LONGEST, Serve, check_known_answer
+from eagle3x.engines.known_answer_check import LONGEST, check_known_answer
+from eagle3x.engines.resolved import both_fit, quantization_argument, reported_quantization, resolved_dtype
+from eagle3x.engines.servers import Servers
 from eagle3x.engines.vllm_arguments import (
     BATCH_TOKENS,
     BLOCK_TOKENS,
     STATES_KV_DTYPES,
     arguments,
-    both_fit,
     environment,
-    quantization_argument,
-    reported_quantization,
     reserved,
     resolved_attention,
-    resolved_dtype,
     resolved_runner,
 )
-from eagle3x.engines.vllm_attach import AttachedVllm, attached_refusals, attached_version
+from eagle3x.engines.vllm_attach import attach, attached_version
 from eagle3x.engines.vllm_offline import OfflineVllm, capture_arguments, states_ring
 from eagle3x.engines.vllm_serve import Launch, capacity, serve
-from eagle3x.engines.vllm_servers import Servers
 from eagle3x.progress import log
 from eagle3x.types import Completion, ConfigError, EagleError, HiddenStates, Request, TokenSample
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from eagle3x.engines.base import DrafterPlan, Endpoint
     from eagle3x.engines.config import Job, Slot
     from eagle3x.engines.inside.states_ring import RingReader
-    from eagle3x.engines.openai_endpoint import OpenAIEndpoint
+    from eagle3x.engines.server_endpoint import ServerEndpoint
     from eagle3x.targets import Target
 
 TESTED = {("0.32.0", "cpu"), ("0.26.0", "cuda")}
@@ -90,7 +89,7 @@ class VllmAdapter:
         backend = slot.backend
         capability = compute_capability(hardware) if hardware.device == "cuda" else None
         if backend.url is not None and slot.role == "serve":
-            return attached_refusals(backend)
+            return attached_refusals(backend, attached_version)
         reasons: list[str] = []
         if hardware.device == "cuda" and capability is None:
             reasons.append("hardware.device=cuda: the driver reports no GPU; use hardware=cpu")
@@ -126,8 +125,8 @@ class VllmAdapter:
 
     def drafter_refusals(self, slot: Slot, target: Target, hardware: Hardware, plan: DrafterPlan) -> list[str]:
         """Every reason why vLLM would not serve such a drafter, or would serve it wrong."""
-        reasons: list[str] = []
-        k, version = plan.num_speculative_tokens, self.identity(slot, target, hardware)["version"]
+        reasons = chains_only("vLLM", plan.speculation)
+        k, version = plan.speculation.num_speculative_tokens, self.identity(slot, target, hardware)["version"]
         if k > MOST_DRAFT_TOKENS:
             reasons.append(f"speculation.num_speculative_tokens={k}: vLLM verifies at most {MOST_DRAFT_TOKENS} a step")
         if plan.variants and _numbers(version) < OLDEST_READ:
@@ -142,10 +141,11 @@ class VllmAdapter:
             )
         return reasons
 
-    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> VllmEngine | AttachedVllm:
+    def open(self, slot: Slot, target: Target, hardware: Hardware, job: Job) -> VllmEngine | AttachedServer:
         """An engine that loads the target when it is first asked for something: its processes differ by what for."""
         if slot.backend.url is not None:
-            return AttachedVllm(slot.backend.url, target, slot.backend.batch_size)
+            reader = Reader("vllm", attached_version(slot.backend.url), runner="v1")
+            return AttachedServer(slot.backend.url, target, slot.backend.batch_size, attach, reader)
         found = interpreter.find("vllm", slot.backend.python, hardware.device)
         if (found.version.split("+")[0], hardware.device) not in TESTED:
             known = ", ".join(f"{version} on {device}" for version, device in sorted(TESTED))
@@ -205,7 +205,7 @@ class VllmEngine:
             self._servers.prepare(drafter, speculation)  # while the known-answer pair is served
         if speculation is not None and not self._passed:
             identity = VllmAdapter().identity(self._slot, self._target, self._hardware)
-            check_known_answer(identity, speculation.num_speculative_tokens, self._serve_known(speculation))
+            check_known_answer(identity, speculation, self._serve_known)
             self._passed = True
         return self._servers.lend(drafter, speculation)
 
@@ -216,17 +216,14 @@ class VllmEngine:
 
     def _start_server(
         self, drafter: Path | None, speculation: Speculation | None, wanted: Callable[[], bool]
-    ) -> OpenAIEndpoint:
+    ) -> ServerEndpoint:
         name = "vllm-serve.log" if drafter is None else "vllm-serve-drafter.log"
         return serve(self._launch(self._target, self._job.longest, name), drafter, speculation, wanted)
 
-    def _serve_known(self, speculation: Speculation) -> Serve:
-        def serve_pair(target: Target, drafter: Path) -> OpenAIEndpoint:
-            if not self.can_serve_both:
-                self._servers.close()  # the memory may not hold one more
-            return serve(self._launch(target, LONGEST, "vllm-known-answer.log"), drafter, speculation)
-
-        return serve_pair
+    def _serve_known(self, target: Target, drafter: Path, speculation: Speculation) -> ServerEndpoint:
+        if not self.can_serve_both:
+            self._servers.close()  # the memory may not hold one more
+        return serve(self._launch(target, LONGEST, "vllm-known-answer.log"), drafter, speculation)
 
     def _launch(self, target: Target, longest: int, log_name: str) -> Launch:
         """How a server is started: alike for the real target and for the known-answer pair."""

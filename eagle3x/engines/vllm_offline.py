@@ -17,15 +17,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.engines.child import Worker
-from eagle3x.engines.vllm_arguments import DTYPE_BYTES, GIB
+from eagle3x.engines.resolved import DTYPE_BYTES
 from eagle3x.progress import log
 from eagle3x.types import Completion, EagleError, HiddenStates, Request, Timing, TokenSample
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from eagle3x.engines.inside.states_ring import RingReader
 
 INSIDE = Path(__file__).parent / "inside"
 """What runs in vLLM's environment. A folder of its own: beside it lies vllm.py, which must not be vLLM to anyone."""
+GIB = 1024**3
 STEPS_ALIVE = 8
 """Steps whose states can exist at once: being computed, waiting, being written to shards."""
 POLL_SECONDS = 0.0002
@@ -78,14 +81,8 @@ class OfflineVllm:
             while not ring.written(reply["place"]):
                 self._worker.require_running("vLLM, while it captured states,")
                 time.sleep(POLL_SECONDS)
-            states_NSH = ring.read(reply["place"])
-            for id_, start, length in reply["rows"]:
-                rows = states_NSH[start : start + length]
-                if len(rows) != length or length != len(tokens[id_]):
-                    raise EagleError(f"{id_}: vLLM captured {len(rows)} states of {len(tokens[id_])} tokens")
-                aux = rows[:, :num_boundaries].flatten(1)  # [T, A*H], a view
-                yield HiddenStates(id_, tokens[id_], aux, rows[:, -1], "pre_norm")
-            del states_NSH, rows, aux  # what is not kept is free for the next steps
+            # Nothing here refers to the states afterwards: what is not kept is free for the next steps.
+            yield from _samples(ring.read(reply["place"]), reply["rows"], tokens, num_boundaries)
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +91,18 @@ class OfflineVllm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._worker.stop()
+
+
+def _samples(
+    states_NSH: Tensor, rows: Sequence[tuple[str, int, int]], tokens: Mapping[str, tuple[int, ...]], num_boundaries: int
+) -> Iterator[HiddenStates]:
+    """One step's states by sample: id, first row and length of each."""
+    for id_, start, length in rows:
+        part = states_NSH[start : start + length]
+        if len(part) != length or length != len(tokens[id_]):
+            raise EagleError(f"{id_}: vLLM captured {len(part)} states of {len(tokens[id_])} tokens")
+        aux = part[:, :num_boundaries].flatten(1)  # [T, A*H], a view
+        yield HiddenStates(id_, tokens[id_], aux, part[:, -1], "pre_norm")
 
 
 def capture_arguments(layer_ids: Sequence[int], ring: RingReader, longest: int, batch_tokens: int) -> dict[str, Any]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eagle3x.capture import Reader, default_boundaries, predicted_boundaries
 from eagle3x.engines import spec_metrics, vllm_log
-from eagle3x.engines.openai_endpoint import OpenAIEndpoint
+from eagle3x.engines.flags import flags
+from eagle3x.engines.openai_stream import OpenAIDialect
 from eagle3x.engines.ports import LOOPBACK
 from eagle3x.engines.server import Server
+from eagle3x.engines.server_endpoint import ServerEndpoint
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def serve(
     drafter: Path | None,
     speculation: Speculation | None,
     wanted: Callable[[], bool] = lambda: True,
-) -> OpenAIEndpoint:
+) -> ServerEndpoint:
     """Start a server, with the exported drafter in directory `drafter` if one is given, and check it.
 
     `wanted`: asked while it starts; False ends it.
@@ -105,7 +107,7 @@ def serve(
     if (drafter is None) != (speculation is None):
         raise EagleError("serve needs a drafter and its speculation settings, or neither")
     logged_before = launch.log.stat().st_size if launch.log.exists() else 0
-    endpoint = OpenAIEndpoint(
+    endpoint = ServerEndpoint(
         Server.launch(
             lambda port: argv(launch, port, drafter, speculation),
             log=launch.log,
@@ -114,8 +116,7 @@ def serve(
             port=launch.port,
             wanted=wanted,
         ),
-        SERVED_NAME,
-        launch.target.eos_token_ids,
+        OpenAIDialect(SERVED_NAME, launch.target.eos_token_ids),
         per_request_counters=speculation is not None and launch.release >= COUNTERS_PER_REQUEST,
         prefix_cache=False,
         sampling_refused=None if speculation is None else sampling_refused(launch),
@@ -163,28 +164,7 @@ def argv(launch: Launch, port: int, drafter: Path | None, speculation: Speculati
             own["per_request_spec_decode_metrics"] = "summary"
     if taken := sorted(own.keys() & launch.arguments.keys()):
         raise EagleError(f"backend.engine_args: {', '.join(taken)} cannot be set there; leave it out")
-    return [*command, *flags(own), *flags(launch.arguments)]
-
-
-def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as words of a command line: `max_num_seqs` 8 is `--max-num-seqs 8`; None leaves one out."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        match value:
-            case None:
-                pass
-            case bool():
-                words.append(f"--{option}" if value else f"--no-{option}")
-            case Mapping():
-                words += [f"--{option}", json.dumps(dict(value))]
-            case str() | int() | float():
-                words += [f"--{option}", str(value)]
-            case Sequence():
-                words += [f"--{option}", *map(str, value)]
-            case _:
-                raise EagleError(f"backend.engine_args.{name}: {value!r} cannot be written on a command line")
-    return words
+    return [*command, *flags(own, "--no-"), *flags(launch.arguments, "--no-")]
 
 
 def sampling_refused(launch: Launch) -> str | None:

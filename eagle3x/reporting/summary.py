@@ -100,6 +100,8 @@ class Measurement:
 
     requests: int
     num_speculative_tokens: int
+    topk: int
+    drafts: int
     confidence: float
     tau: Interval
     tau_without_degenerate: Interval | None
@@ -245,6 +247,8 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
     return Measurement(
         requests=record["requests"],
         num_speculative_tokens=record["num_speculative_tokens"],
+        topk=record["topk"],
+        drafts=record["drafts"],
         confidence=cell.config["benchmark"]["confidence"],
         tau=_interval(record["tau"]),
         tau_without_degenerate=_maybe(record["tau_without_degenerate"]),

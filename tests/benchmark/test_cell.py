@@ -81,7 +81,8 @@ def write(folder: Path, timing: bool = True, exact: bool = True, **replayed: Spe
         ],
     )
     context = {
-        "num_speculative_tokens": 2, "engine": {"engine": "transformers"}, "exact": exact, "num_blocks": 6,
+        "num_speculative_tokens": 2, "topk": 1, "drafts": 2, "num_blocks": 6,
+        "engine": {"engine": "transformers"}, "exact": exact,
         "trained": [1, 3, 4], "predicted": [1, 3, 4], "mismatched": False,
         "candidates": {"b": [1, 3, 4], "b-1": [0, 2, 3]},
     }  # fmt: skip
@@ -158,6 +159,17 @@ def test_replay_that_differs_is_listed_with_its_gaps(tmp_path: Path) -> None:
     ]
     # A 34 of V 50 served, A 33 of V 51 replayed.
     assert replay["paired_diff"]["value"] == pytest.approx(34 / 50 - 33 / 51)
+
+
+def test_a_tree_is_not_replayed(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "replay.jsonl").unlink()
+    context = json.loads((tmp_path / "context.json").read_text())
+    context |= {"topk": 2, "drafts": 4, "candidates": {}}
+    (tmp_path / "context.json").write_text(json.dumps(context))
+    cell = summarise(tmp_path, CFG)
+    assert (cell["replay"], cell["boundaries"]["serve_probe"]) == (None, None)
+    assert (cell["topk"], cell["drafts"], cell["tau"]["value"]) == (2, 4, pytest.approx(1 + 34 / 50))
 
 
 def test_in_bfloat16_four_requests_tell_nothing(tmp_path: Path) -> None:

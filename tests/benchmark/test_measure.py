@@ -91,7 +91,7 @@ def stage_run(
     (export / "export.json").write_text(json.dumps(record))
     write_responses(texts, eval_responses(known))
     cfg = SimpleNamespace(
-        benchmark=benchmark, speculation=Speculation(num_speculative_tokens=K), hardware=Hardware("cpu", 1, None),
+        benchmark=benchmark, speculation=Speculation.chain(K), hardware=Hardware("cpu", 1, None),
         seed=1,
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=TOKENS, eval_max_new_tokens=TOKENS,
                           continuation_tokens=8),

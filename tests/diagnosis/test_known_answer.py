@@ -61,7 +61,7 @@ class Pair:
     engine: Engine
 
     def measure(self, drafter: Path, requests: list[Request], concurrency: int) -> dict[str, tuple]:
-        with self.engine.serve(drafter, Speculation(self.known.num_speculative_tokens)) as endpoint:
+        with self.engine.serve(drafter, Speculation.chain(self.known.num_speculative_tokens)) as endpoint:
             done = {c.id: (c.token_ids, c.counters) for c in endpoint.complete(requests, concurrency)}
             assert endpoint.totals() == total([counters for _, counters in done.values() if counters is not None])
         return done
@@ -118,7 +118,7 @@ def test_tau_on_transformers(pair: Pair, made: dict[str, Variant], name: str) ->
     variant = made[name]
     if not variant.names_ids:
         with pytest.raises(CaptureError, match="names no"):
-            pair.engine.serve(variant.drafter_dir, Speculation(3))
+            pair.engine.serve(variant.drafter_dir, Speculation.chain(3))
         return
     prompts = {"a": PROMPT, "b": (5, 30), "c": tuple(range(3, 33)), "d": (62,)}
     requests = [Request(i, p, 21) for i, p in prompts.items()]
@@ -131,7 +131,7 @@ def test_tau_on_transformers(pair: Pair, made: dict[str, Variant], name: str) ->
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_tau_is_k_plus_one_for_other_k(pair: Pair, k: int) -> None:
-    with pair.engine.serve(pair.known.drafter_dir, Speculation(k)) as endpoint:
+    with pair.engine.serve(pair.known.drafter_dir, Speculation.chain(k)) as endpoint:
         (done,) = endpoint.complete([Request("a", PROMPT, 1 + 4 * (k + 1))], 1)
     assert done.counters == SpecCounters(4, 4 * k, (4,) * k)
 
@@ -152,7 +152,7 @@ def test_stop_in_mid_draft_is_cut_and_counted_past_the_stop(tmp_path: Path) -> N
         Request("short", PROMPT, 3),
         Request("prefill", PROMPT, 1),
     ]
-    with pair.engine.serve(pair.known.drafter_dir, Speculation(3)) as endpoint:
+    with pair.engine.serve(pair.known.drafter_dir, Speculation.chain(3)) as endpoint:
         done = {c.id: (c.token_ids, c.counters, c.finish) for c in endpoint.complete(requests, 3)}
     assert done == expected
     for request in requests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from eagle3x.drafters.checkpoint import save
 from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.targets import Target
 from eagle3x.types import HiddenStates
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import what they share
 
 
 @pytest.fixture(scope="module")

@@ -236,6 +236,20 @@ def test_the_error_has_exit_code_log_and_its_last_lines(tmp_path: Path) -> None:
     assert log.read_text().startswith("of a run before\nline 0\n")
 
 
+def test_what_tritons_bindings_print_at_the_end_is_left_out(tmp_path: Path) -> None:
+    after = [
+        "nanobind: leaked 2 types!",
+        ' - leaked type "X"',
+        " - ... skipped remainder",
+        "nanobind: this is likely caused by",
+        "See https://nanobind.readthedocs.io",
+    ]
+    code = f"print('IndexError: index out of range'); print({chr(10).join(after)!r}); raise SystemExit(1)"
+    with Child(python(code), tmp_path / "log") as child:
+        assert eventually(lambda: not child.running)
+        assert child.log_tail() == "IndexError: index out of range"
+
+
 def test_the_log_of_a_run_before_is_not_quoted(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("an old error\n")

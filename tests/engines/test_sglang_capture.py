@@ -1,6 +1,6 @@
-"""SGLang's own capture path, on a CPU, against transformers: every boundary that an id of SGLang's expresses.
+"""SGLang's models, capturing, beside requests of which no states are wanted, and asked for what they cannot capture.
 
-Needs the environment that `make env-sglang-cpu` lays.
+The offline engine's own tests (test_sglang_engine.py) capture through the adapter, which asks for neither.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CPU = {
 }  # fmt: skip
 LENGTHS = (5, 1, 37, 120, 64, 2, 300, 17)
 TOLERANCE = 2e-5
-"""Relative error of a row, float32; the nearest wrong boundary is at 4e-1 for the tiny target, 7e-4 for SmolLM2."""
+"""Relative error of a row, float32; the nearest wrong boundary is at 4e-1."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,6 @@ def prefill(
         "PYTHONPATH": str(PROJECT / "eagle3x" / "engines" / "inside"),
         "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",  # on cores that others use as well, two threads wait for each other
-        # Cores of each rank: without it SGLang wants a NUMA node for each.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join("01"[: arguments.get("tp_size", 1)]),
     }  # fmt: skip
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name("sglang_prefill.py"))],
@@ -100,17 +98,6 @@ def assert_equal_to_transformers(states: Sequence[HiddenStates], boundaries: Seq
             assert ((rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < TOLERANCE
 
 
-def test_every_boundary_of_mixed_lengths_in_one_batch(sglang_python: Path, smollm2: Target, tmp_path: Path) -> None:
-    boundaries = range(1, 30)
-    asked = samples(49152)
-    run = prefill(sglang_python, smollm2, asked, [b - 1 for b in boundaries], tmp_path)
-    assert run.exit_code == 0, run.log
-    assert len(run.rows[0]) > 1  # requests of several lengths shared a forward
-    states = list(read_states(tmp_path, PREFIX, asked))
-    assert sorted(s.id for s in states) == sorted(s.id for s in asked)
-    assert_equal_to_transformers(states, boundaries, smollm2)
-
-
 def test_chunked_prefill_beside_decoding(sglang_python: Path, tiny_target: Target, tmp_path: Path) -> None:
     asked = samples(128)
     run = prefill(
@@ -121,13 +108,6 @@ def test_chunked_prefill_beside_decoding(sglang_python: Path, tiny_target: Targe
     assert pieces.count(f"{PREFIX}s6") > 300 // 32
     # 32 less 1: the unwanted request wrote a token in that forward, and its row is not in the file.
     assert any(sum(length for _, _, length in rows) == 31 for rows in run.rows)
-    assert_equal_to_transformers(list(read_states(tmp_path, PREFIX, asked)), range(1, 6), tiny_target)
-
-
-def test_two_tensor_parallel_ranks(sglang_python: Path, tiny_target: Target, tmp_path: Path) -> None:
-    asked = samples(128)
-    run = prefill(sglang_python, tiny_target, asked, range(5), tmp_path, tp_size=2)
-    assert run.exit_code == 0, run.log
     assert_equal_to_transformers(list(read_states(tmp_path, PREFIX, asked)), range(1, 6), tiny_target)
 
 

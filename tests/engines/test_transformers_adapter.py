@@ -16,7 +16,6 @@ from eagle3x.engines import adapter
 from eagle3x.engines import transformers as engine_module
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.targets import Target
-from eagle3x.types import ConfigError
 
 CPU = Hardware(device="cpu", threads=None, devices=None)
 CUDA = Hardware(device="cuda", threads=None, devices=None)
@@ -117,11 +116,6 @@ def test_sliding_windows(tiny_target: Target, tmp_path: Path, config: str, refus
     reasons = adapter("transformers").refusals(slot(), dataclasses.replace(tiny_target, path=tmp_path), CPU)
     assert len(reasons) == refused
     assert all("sliding_attention" in r for r in reasons)
-
-
-def test_an_engine_of_a_later_version() -> None:
-    with pytest.raises(ConfigError, match="has no adapter for it"):
-        adapter("sglang")
 
 
 def test_nothing_is_imported(tiny_target: Target) -> None:

@@ -180,7 +180,7 @@ def test_other_model_classes(family: str) -> None:
 
 
 def test_runs_that_overlap_do_not_share_a_cache(engine: Engine, drafter: Path) -> None:
-    endpoint = engine.serve(drafter, Speculation(2))
+    endpoint = engine.serve(drafter, Speculation.chain(2))
     alone = by_id(endpoint.complete(requests(), 2))
     pairs = list(zip(endpoint.complete(requests(), 2), endpoint.complete(requests()[::-1], 2), strict=True))
     for run in zip(*pairs, strict=True):
@@ -261,7 +261,7 @@ def test_speculation_equals_a_reference_without_caches(
 ) -> None:
     eagle = load(drafter, tiny_target)
     accepted = 0
-    with engine.serve(drafter, Speculation(2)) as endpoint:
+    with engine.serve(drafter, Speculation.chain(2)) as endpoint:
         done = by_id(endpoint.complete(requests(), concurrency))
         totals = endpoint.totals()
     assert totals is not None
@@ -283,7 +283,7 @@ def test_with_and_without_the_drafter(engine: Engine, drafter: Path) -> None:
     plain = engine.serve(None, None)
     assert plain.totals() is None
     without = by_id(plain.complete(requests(), 3))
-    with engine.serve(drafter, Speculation(4)) as endpoint:
+    with engine.serve(drafter, Speculation.chain(4)) as endpoint:
         assert endpoint.counts_past_stop
         assert endpoint.per_request_counters
         endpoint.flush_prefix_cache()
@@ -307,8 +307,8 @@ def test_wrong_boundaries_are_fed_as_the_config_says(engine: Engine, drafter: Pa
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}))
     many = [Request(str(s), prompt(s, 10), 40, ignore_eos=True) for s in range(12)]
-    right = engine.serve(drafter, Speculation(1))
-    wrong = engine.serve(other, Speculation(1))
+    right = engine.serve(drafter, Speculation.chain(1))
+    wrong = engine.serve(other, Speculation.chain(1))
     a, b = by_id(right.complete(many, 6)), by_id(wrong.complete(many, 6))
     assert {i: c.token_ids for i, c in a.items()} == {i: c.token_ids for i, c in b.items()}
     assert right.totals() != wrong.totals()
@@ -325,13 +325,13 @@ def test_wrong_boundaries_are_fed_as_the_config_says(engine: Engine, drafter: Pa
     ],
 )
 def test_requests_that_cannot_be_answered(engine: Engine, drafter: Path, request_: Request, words: str) -> None:
-    endpoint = engine.serve(drafter, Speculation(3))
+    endpoint = engine.serve(drafter, Speculation.chain(3))
     with pytest.raises(EagleError, match=words):
         endpoint.complete([Request("fine", (5,), 4), request_], 2)
 
 
 def test_the_last_position_of_the_context_can_be_used(engine: Engine, drafter: Path) -> None:
-    endpoint = engine.serve(drafter, Speculation(3))
+    endpoint = engine.serve(drafter, Speculation.chain(3))
     (done,) = endpoint.complete([Request("a", prompt(0, 500), 9, ignore_eos=True)], 1)
     assert len(done.token_ids) == 9
 
@@ -344,7 +344,7 @@ def test_drafter_without_speculation_and_without_config(engine: Engine, drafter:
     with pytest.raises(EagleError, match="or neither"):
         engine.serve(drafter, None)
     with pytest.raises(EagleError, match=r"no config\.json"):
-        engine.serve(tmp_path, Speculation(1))
+        engine.serve(tmp_path, Speculation.chain(1))
 
 
 def test_closed_engine(tiny_target: Target) -> None:

@@ -63,7 +63,7 @@ def test_lossless_and_counted_as_replay_does(smollm2: Target, engine: Engine, fi
     directory = fit_drafter(smollm2, [states["q0"], states["q1"]], BOUNDARIES, vocab, 25, tmp_path / "drafter")
 
     plain = {c.id: c for c in engine.serve(None, None).complete(requests, 4)}
-    with engine.serve(directory, Speculation(3)) as endpoint:
+    with engine.serve(directory, Speculation.chain(3)) as endpoint:
         served = {c.id: c for c in endpoint.complete(requests, 3)}
         totals = endpoint.totals()
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from eagle3x.benchmark.config import Speculation
 from eagle3x.config import Hardware
-from eagle3x.engines import adapter, vllm_arguments
+from eagle3x.engines import adapter
 from eagle3x.engines import vllm as vllm_module
 from eagle3x.engines.base import DrafterPlan
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.interpreter import EngineInterpreter
+from eagle3x.engines.resolved import checkpoint_scheme, kv_bytes_per_token, reported_quantization
 from eagle3x.engines.vllm import VllmAdapter
-from eagle3x.engines.vllm_arguments import arguments, checkpoint_scheme, cpu_cache_gib, environment, resolved_attention
+from eagle3x.engines.vllm_arguments import arguments, cpu_cache_gib, environment, resolved_attention
 from eagle3x.engines.vllm_serve import capacity
 from eagle3x.targets import Target
 from eagle3x.types import ConfigError
@@ -28,7 +30,8 @@ BACKEND = Backend(
     name="vllm", runner="auto", dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=64, engine_args={},
     python=None, url=None, port=None, memory_fraction=0.85, start_timeout=600.0,
 )  # fmt: skip
-PLAN = DrafterPlan(3, (2, 14, 26), frozenset(), 3)
+TREE = Speculation(num_speculative_tokens=3, topk=4, num_draft_tokens=16)
+PLAN = DrafterPlan(3, (2, 14, 26), frozenset(), Speculation.chain(3))
 
 
 def slot(role: str = "extract", attention: str = "auto", quantization: str = "none", **changes: Any) -> Slot:
@@ -159,7 +162,7 @@ def test_quantization_is_the_checkpoints_or_fp8_while_loading(tiny_target: Targe
         target = quantized(tiny_target, tmp_path / scheme, described)
         assert checkpoint_scheme(target) == scheme
         assert VllmAdapter().refusals(slot(quantization=scheme), target, CUDA) == []
-        assert vllm_arguments.reported_quantization(slot(quantization=scheme), target, CUDA) == "compressed-tensors"
+        assert reported_quantization(slot(quantization=scheme), target, CUDA) == "compressed-tensors"
         (reason,) = VllmAdapter().refusals(slot(), target, CUDA)
         assert f"use quantization={scheme}" in reason
     with pytest.raises(ConfigError, match="is not known"):
@@ -178,7 +181,8 @@ def test_a_target_with_latent_attention_has_backends_of_its_own(tiny_target: Tar
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        (replace(PLAN, num_speculative_tokens=129), "at most 128"),
+        (replace(PLAN, speculation=Speculation.chain(129)), "at most 128"),
+        (replace(PLAN, speculation=TREE), "topk=4: vLLM drafts chains only; use speculation=chain"),
         (replace(PLAN, num_aux=2), "fc reads 2 boundaries, vLLM would feed it 3"),
     ],
 )
@@ -198,7 +202,7 @@ def test_norm_variants_need_a_version_that_reads_them(tiny_target: Target, monke
 
 def test_the_cpu_cache_holds_a_batch_of_the_longest(tiny_target: Target) -> None:
     """6 blocks, 2 key-value heads of 8, float32: 768 bytes a token; 64 sequences of 4096 tokens take 0.19 GiB."""
-    assert vllm_arguments.kv_bytes_per_token(tiny_target, "float32") == 2 * 6 * 2 * 8 * 4
+    assert kv_bytes_per_token(tiny_target, "float32") == 2 * 6 * 2 * 8 * 4
     assert cpu_cache_gib(slot(), tiny_target, CPU, 4096) == 1
     assert cpu_cache_gib(slot(), tiny_target, CPU, 65536) == 3
 

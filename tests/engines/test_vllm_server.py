@@ -22,11 +22,11 @@ from eagle3x.config import TargetConfig
 from eagle3x.diagnosis.known_answer import EOS, PROMPT, START, VOCAB, KnownAnswer, build, variants
 from eagle3x.engines import interpreter, vllm_log
 from eagle3x.engines.child import EngineDied
-from eagle3x.engines.openai_endpoint import OpenAIEndpoint
 from eagle3x.engines.ports import taken
+from eagle3x.engines.server_endpoint import ServerEndpoint
 from eagle3x.engines.spec_metrics import cache_config, samples
 from eagle3x.engines.vllm_attach import attach
-from eagle3x.engines.vllm_serve import Launch, argv, capacity, differences, flags, serve
+from eagle3x.engines.vllm_serve import Launch, argv, capacity, differences, serve
 from eagle3x.targets import resolve
 from eagle3x.types import Completion, EagleError, Request, SpecCounters, total
 
@@ -38,7 +38,7 @@ EOS_AT = 18
 MISSING = (11, 12)
 LENGTH = 512
 SETTLE_SECONDS = 10.0
-SPECULATION = Speculation(num_speculative_tokens=K)
+SPECULATION = Speculation.chain(K)
 REQUESTS = tuple(
     Request(f"{start}", (40, 9, start), max_tokens=5 + 3 * (start % 9), ignore_eos=start % 2 == 0)
     for start in range(START, START + 24)
@@ -80,18 +80,18 @@ def launch(known: KnownAnswer, tmp_path_factory: pytest.TempPathFactory) -> Laun
 
 
 @pytest.fixture(scope="module")
-def speculating(launch: Launch, known: KnownAnswer) -> Iterator[OpenAIEndpoint]:
+def speculating(launch: Launch, known: KnownAnswer) -> Iterator[ServerEndpoint]:
     with serve(launch, known.drafter_dir, SPECULATION) as endpoint:
         yield endpoint
 
 
 @pytest.fixture(scope="module")
-def plain(launch: Launch) -> Iterator[OpenAIEndpoint]:
+def plain(launch: Launch) -> Iterator[ServerEndpoint]:
     with serve(replace(launch, log=launch.log.with_name("plain.log")), None, None) as endpoint:
         yield endpoint
 
 
-def test_stop_in_mid_draft_and_counts_past_it(speculating: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_stop_in_mid_draft_and_counts_past_it(speculating: ServerEndpoint, known: KnownAnswer) -> None:
     (done,) = speculating.complete([Request("eos", PROMPT, 40)], 1)
     assert done.token_ids == known.output(PROMPT, 40)
     assert len(done.token_ids) == EOS_AT
@@ -104,7 +104,7 @@ def test_stop_in_mid_draft_and_counts_past_it(speculating: OpenAIEndpoint, known
     assert speculating.counts_past_stop
 
 
-def test_eight_at_a_time(speculating: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_eight_at_a_time(speculating: ServerEndpoint, known: KnownAnswer) -> None:
     before = speculating.totals()
     assert before is not None
     completions = list(speculating.complete(REQUESTS, 8))
@@ -117,18 +117,18 @@ def test_eight_at_a_time(speculating: OpenAIEndpoint, known: KnownAnswer) -> Non
     assert {c.cached_tokens for c in completions} == {0}
 
 
-def test_one_at_a_time(speculating: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_one_at_a_time(speculating: ServerEndpoint, known: KnownAnswer) -> None:
     completions = list(speculating.complete(REQUESTS[:4], 1))
     assert [c.id for c in completions] == [r.id for r in REQUESTS[:4]]
     _check(completions, REQUESTS, known)
     assert _most_in_flight(completions) == 1
 
 
-def test_nothing_asked(speculating: OpenAIEndpoint) -> None:
+def test_nothing_asked(speculating: ServerEndpoint) -> None:
     assert list(speculating.complete([], 4)) == []
 
 
-def test_top2_gaps_are_the_targets(speculating: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_top2_gaps_are_the_targets(speculating: ServerEndpoint, known: KnownAnswer) -> None:
     from transformers import LlamaForCausalLM
 
     (done,) = speculating.complete([Request("gaps", PROMPT, 30, ignore_eos=True, top2_gaps=True)], 1)
@@ -142,7 +142,7 @@ def test_top2_gaps_are_the_targets(speculating: OpenAIEndpoint, known: KnownAnsw
     assert len({round(gap, 2) for gap in done.top2_gaps}) > 25  # or a shift by one would not be seen
 
 
-def test_what_the_server_refuses(speculating: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_what_the_server_refuses(speculating: ServerEndpoint, known: KnownAnswer) -> None:
     with pytest.raises(EagleError, match=r"request big: the server refuses it \(400\): .*out of vocabulary"):
         list(speculating.complete([Request("ok", PROMPT, 9), Request("big", (VOCAB,), 9)], 2))
     with pytest.raises(EagleError, match=r"request long: the server refuses it \(400\): .*max_model_len=512"):
@@ -152,7 +152,7 @@ def test_what_the_server_refuses(speculating: OpenAIEndpoint, known: KnownAnswer
     _check(list(speculating.complete(REQUESTS[:2], 2)), REQUESTS, known)
 
 
-def test_a_pass_that_is_left_is_dropped_by_the_server(speculating: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_a_pass_that_is_left_is_dropped_by_the_server(speculating: ServerEndpoint, known: KnownAnswer) -> None:
     long = Request("long", PROMPT, 450, ignore_eos=True)
     before = speculating.totals()
     assert before is not None
@@ -170,9 +170,9 @@ def test_a_pass_that_is_left_is_dropped_by_the_server(speculating: OpenAIEndpoin
     assert (after - before).verify_steps < whole.verify_steps
 
 
-def test_attached(speculating: OpenAIEndpoint, launch: Launch, known: KnownAnswer) -> None:
+def test_attached(speculating: ServerEndpoint, launch: Launch, known: KnownAnswer) -> None:
     url = speculating.server.url
-    with attach(url, launch.target, SPECULATION) as attached:
+    with attach(url, launch.target, known.drafter_dir, SPECULATION) as attached:
         assert attached.per_request_counters
         before = attached.totals()
         attached.flush_prefix_cache()
@@ -182,13 +182,13 @@ def test_attached(speculating: OpenAIEndpoint, launch: Launch, known: KnownAnswe
         assert _settled(attached, before, total(counted)) == total(counted)
     speculating.server.check()  # still runs
     with pytest.raises(EagleError, match="speculates with num_speculative_tokens=3, but num_speculative_tokens=4 was"):
-        attach(url, launch.target, Speculation(num_speculative_tokens=4))
+        attach(url, launch.target, known.drafter_dir, Speculation.chain(4))
     with pytest.raises(EagleError, match="but no speculative tokens was asked for"):
-        attach(url, launch.target, None)
+        attach(url, launch.target, None, None)
 
 
 def test_what_differs_from_what_was_asked(
-    speculating: OpenAIEndpoint, launch: Launch, known: KnownAnswer, tmp_path: Path
+    speculating: ServerEndpoint, launch: Launch, known: KnownAnswer, tmp_path: Path
 ) -> None:
     """The log of the real server, compared with what it was not asked."""
     logged = vllm_log.read(launch.log.read_text(encoding="utf-8"))
@@ -212,7 +212,7 @@ def test_what_differs_from_what_was_asked(
     ]
 
 
-def test_both_sides_alike(speculating: OpenAIEndpoint, plain: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_both_sides_alike(speculating: ServerEndpoint, plain: ServerEndpoint, known: KnownAnswer) -> None:
     sizes = (
         "num_gpu_blocks",
         "block_size",
@@ -230,19 +230,19 @@ def test_both_sides_alike(speculating: OpenAIEndpoint, plain: OpenAIEndpoint, kn
     assert {c.counters for c in completions} == {None}
 
 
-def test_sampling_without_a_drafter(plain: OpenAIEndpoint, known: KnownAnswer) -> None:
+def test_sampling_without_a_drafter(plain: ServerEndpoint, known: KnownAnswer) -> None:
     """The second best token is e^26 times less likely, so that every sample is the known text."""
     asked = [Request("warm", PROMPT, 12, temperature=1.0, top_p=0.9, seed=7)]
     assert [c.token_ids for c in plain.complete(asked, 1)] == [known.output(PROMPT, 12)]
 
 
-def test_a_killed_server(plain: OpenAIEndpoint, launch: Launch) -> None:
+def test_a_killed_server(plain: ServerEndpoint, launch: Launch) -> None:
     """Last of its server: nothing of it is left, and the error says where to look."""
     assert plain.server.child is not None
     _check_death(plain, plain.server.child.pid, "was ended by SIGKILL", launch.log.with_name("plain.log"))
 
 
-def test_a_killed_worker(speculating: OpenAIEndpoint, launch: Launch) -> None:
+def test_a_killed_worker(speculating: ServerEndpoint, launch: Launch) -> None:
     """Last of its server. The worker is what runs out of memory; the server ends because of it."""
     assert speculating.server.child is not None
     workers = [
@@ -274,13 +274,6 @@ def test_command_line(launch: Launch, known: KnownAnswer) -> None:
         replace(launch, arguments={k: v for k, v in launch.arguments.items() if k != "max_num_seqs"})
 
 
-def test_flags() -> None:
-    asked = {"a_b": True, "c": False, "d": None, "e": {"x": [1, 2]}, "f": "s", "g": 0.5, "h": [1, 2]}
-    assert flags(asked) == ["--a-b", "--no-c", "--e", '{"x": [1, 2]}', "--f", "s", "--g", "0.5", "--h", "1", "2"]
-    with pytest.raises(EagleError, match=r"engine_args\.x: "):
-        flags({"x": object()})
-
-
 def _check(completions: Sequence[Completion], requests: Sequence[Request], known: KnownAnswer) -> None:
     for asked, done in zip(_asked(completions, requests), completions, strict=True):
         assert done.token_ids == known.output(asked.prompt_ids, asked.max_tokens, asked.ignore_eos)
@@ -304,7 +297,7 @@ def _most_in_flight(completions: Sequence[Completion]) -> int:
     return most
 
 
-def _settled(endpoint: OpenAIEndpoint, before: SpecCounters | None, wanted: SpecCounters) -> SpecCounters | None:
+def _settled(endpoint: ServerEndpoint, before: SpecCounters | None, wanted: SpecCounters) -> SpecCounters | None:
     """The totals' difference; vLLM counts a step after it has sent it."""
     deadline = time.monotonic() + SETTLE_SECONDS
     assert before is not None
@@ -316,11 +309,11 @@ def _settled(endpoint: OpenAIEndpoint, before: SpecCounters | None, wanted: Spec
         time.sleep(0.05)
 
 
-def _running(endpoint: OpenAIEndpoint) -> float:
+def _running(endpoint: ServerEndpoint) -> float:
     return sum(s.value for s in samples(endpoint.get("/metrics")) if s.name == "vllm:num_requests_running")
 
 
-def _check_death(endpoint: OpenAIEndpoint, pid: int, how: str, log: Path) -> None:
+def _check_death(endpoint: ServerEndpoint, pid: int, how: str, log: Path) -> None:
     child, url = endpoint.server.child, endpoint.server.url
     assert child is not None
     long = Request("long", PROMPT, 450, ignore_eos=True)

@@ -48,7 +48,7 @@ def config(backend: str = "transformers", convention: str = "as_is") -> dict[str
         "capture": {"convention": convention, "offset": 0 if convention == "as_is" else 1},
         "train": {"ttt_steps": 3, "epochs": 8},
         "benchmark": {"resamples": 400, "confidence": 0.95, "timing": True},
-        "speculation": {"num_speculative_tokens": 3},
+        "speculation": {"num_speculative_tokens": 3, "topk": 1, "num_draft_tokens": None},
         "tracking": {"mode": "disabled", "project": "eagle3x", "entity": None, "tags": [], "dir": None},
     }
 
@@ -91,6 +91,8 @@ def write_benchmark(
     (folder / "replay.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     context = {
         "num_speculative_tokens": 3,
+        "topk": 1,
+        "drafts": 3,
         "engine": {"engine": "transformers", "version": "5.19", "dtype": "float32", "device": "cpu"},
         "exact": True,
         "num_blocks": 30,

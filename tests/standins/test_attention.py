@@ -34,16 +34,17 @@ class Requests:
             self.table[row, : len(own)] = own.int()
             self.key_buffer[own], self.value_buffer[own] = keys, values
 
-    def expected(self, request: int, query: int, seen: list[int]) -> Tensor:
-        """[H, E]: softmax over the tokens `seen`, each query head reading the key head of its group."""
+    def expected(self, request: int, query: int, seen: list[int], sinks: Tensor | None = None) -> Tensor:
+        """[H, E]: softmax over the tokens `seen` and a sink, each query head reading the key head of its group."""
         out = torch.zeros(H, E)
         for head in range(H):
             group = head // (H // G)
             weights = [
                 math.exp(SCALE * float(self.queries[request][query, head] @ self.keys[request][j, group])) for j in seen
             ]
+            whole = sum(weights) + (0.0 if sinks is None else math.exp(float(sinks[head])))
             for weight, j in zip(weights, seen, strict=True):
-                out[head] += weight / sum(weights) * self.values[request][j, group]
+                out[head] += weight / whole * self.values[request][j, group]
         return out
 
 
@@ -61,16 +62,25 @@ def decode(requests: Requests, **changed: object) -> Tensor:
     return output
 
 
-def extend(requests: Requests, news: list[int], tree_mask: Tensor | None, is_causal: bool = True) -> list[Tensor]:
+def extend(
+    requests: Requests,
+    news: list[int],
+    tree_mask: Tensor | None,
+    is_causal: bool = True,
+    sliding_window: int = 0,
+    sinks: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+) -> list[Tensor]:
     queries = [q[len(q) - new :] for q, new in zip(requests.queries, news, strict=True)]
     output = torch.empty(sum(news), H, E)
     extend_attention_cpu(
-        query=torch.cat(queries), key=None, value=None, output=output, key_buffer=requests.key_buffer,
+        query=torch.cat(queries), key=key, value=value, output=output, key_buffer=requests.key_buffer,
         value_buffer=requests.value_buffer, key_scale=1.0, value_scale=1.0, req_to_token=requests.table,
         req_pool_indices=requests.pool_rows, seq_lens=requests.lengths, extend_seq_lens=torch.tensor(news),
         extend_start_loc=torch.tensor([0, *news]).cumsum(0)[:-1], max_extend_len=max(news), sm_scale=SCALE,
-        logit_cap=0.0, is_cross_attn=False, sliding_window=0, encoder_lens=None, sinks=None, tree_mask=tree_mask,
-        is_causal=is_causal,
+        logit_cap=0.0, is_cross_attn=False, sliding_window=sliding_window, encoder_lens=None, sinks=sinks,
+        tree_mask=tree_mask, is_causal=is_causal,
     )  # fmt: skip
     return list(output.split(news))
 
@@ -117,13 +127,45 @@ def test_extend_without_order_sees_everything() -> None:
     torch.testing.assert_close(rows[0], requests.expected(0, 0, [0, 1, 2, 3]))
 
 
+def test_keys_and_values_that_the_pool_does_not_hold_are_read_as_given() -> None:
+    """As latent attention computes whole prompts: its pool has other vectors, of another width."""
+    requests = Requests([5, 1, 9])
+    key, value = (torch.cat(rows).flatten(1) for rows in (requests.keys, requests.values))
+    latent = Requests([5, 1, 9], seed=1)
+    latent.queries, latent.key_buffer = requests.queries, torch.full((POOL, 1, D + 3), math.nan)
+    for i, rows in enumerate(extend(latent, [5, 1, 9], None, key=key, value=value)):
+        for j, row in enumerate(rows):
+            torch.testing.assert_close(row, requests.expected(i, j, list(range(j + 1))))
+    with pytest.raises(NotImplementedError, match="no prefix"):
+        extend(latent, [4, 1, 9], None, key=key[:14], value=value[:14])
+
+
+SINKS = torch.tensor([-1.0, 0.0, 0.5, 2.0])
+
+
+def test_a_window_and_sinks_in_decoding() -> None:
+    requests = Requests([5, 1, 9])
+    output = decode(requests, sliding_window=3, sinks=SINKS)
+    for i, length in enumerate([5, 1, 9]):
+        seen = list(range(max(0, length - 3), length))
+        torch.testing.assert_close(output[i], requests.expected(i, length - 1, seen, SINKS))
+
+
+@pytest.mark.parametrize("news", [[5, 1, 9], [2, 1, 4], [1, 1, 1]])
+def test_a_window_and_sinks_in_extending(news: list[int]) -> None:
+    requests = Requests([5, 1, 9])
+    for i, (rows, new) in enumerate(zip(extend(requests, news, None, True, 3, SINKS), news, strict=True)):
+        before = int(requests.lengths[i]) - new
+        for j in range(new):
+            seen = list(range(max(0, before + j - 2), before + j + 1))
+            torch.testing.assert_close(rows[j], requests.expected(i, before + j, seen, SINKS))
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
         ({"logit_cap": 30.0}, "cap on logits"),
-        ({"sliding_window": 8}, "sliding window"),
         ({"is_cross_attn": True}, "cross attention"),
-        ({"sinks": torch.zeros(H)}, "attention sinks"),
         ({"key_scale": 0.5}, "scaled keys"),
     ],
 )

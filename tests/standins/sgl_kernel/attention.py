@@ -26,7 +26,9 @@ EXTEND = (
 )
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, visible: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, visible: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
     """Softmax attention in float32 of each request's queries over its own slots; [B, t, H, E].
 
     Args:
@@ -36,20 +38,23 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, visible: 
         slots: [B, L], where each request's tokens lie; entries that no query sees may hold anything.
         visible: bool [B, t, L], which of them each query sees: at least one.
         scale: factor of the products.
+        sinks: [H], what each head's softmax weighs besides, to read nothing there.
     """
     # An unseen entry may name a slot that was never written: its NaN would survive a weight of 0.
     seen = visible.any(dim=1)
     first = slots.gather(1, seen.int().argmax(dim=1, keepdim=True))
     slots = torch.where(seen, slots, first).long()
-    output = scaled_dot_product_attention(
-        query.float().transpose(1, 2),
-        keys[slots].float().transpose(1, 2),
-        values[slots].float().transpose(1, 2),
-        attn_mask=visible.unsqueeze(1),
-        scale=scale,
-        enable_gqa=True,
-    )
-    return output.transpose(1, 2)
+    q_BHtD, k_BGLD, v_BGLE = (x.float().transpose(1, 2) for x in (query, keys[slots], values[slots]))
+    mask = visible.unsqueeze(1)
+    if sinks is None:
+        output = scaled_dot_product_attention(q_BHtD, k_BGLD, v_BGLE, attn_mask=mask, scale=scale, enable_gqa=True)
+        return output.transpose(1, 2)
+    heads = q_BHtD.shape[1] // k_BGLD.shape[1]
+    k_BHLD, v_BHLE = (x.repeat_interleave(heads, dim=1) for x in (k_BGLD, v_BGLE))
+    scores = (q_BHtD @ k_BHLD.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf)
+    sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights @ v_BHLE).transpose(1, 2)
 
 
 def decode_attention_cpu(
@@ -75,16 +80,20 @@ def decode_attention_cpu(
 ) -> None:
     """One query token per request; its key and value, if given, are first written to slots `loc`.
 
-    query [B, H, D]; key [B, G*D]; value [B, G*E]; output [B, H, E] is written; seq_lens [B] counts the query's token.
+    query [B, H, D]; key [B, G*D]; value [B, G*E]; output [B, H, E] is written; seq_lens [B] counts the query's token. A
+    token sees the last `sliding_window` tokens with itself, or all if that is 0.
     """
-    _refuse(key_buffer, key_scale, value_scale, logit_cap, is_cross_attn, sliding_window, encoder_lens, sinks)
+    _refuse(key_buffer, key_scale, value_scale, logit_cap, is_cross_attn, encoder_lens)
     if key is not None and value is not None:
         key_buffer[loc] = key.view(-1, *key_buffer.shape[1:]).to(key_buffer.dtype)
         value_buffer[loc] = value.view(-1, *value_buffer.shape[1:]).to(value_buffer.dtype)
     longest = int(seq_lens.max())
-    visible = torch.arange(longest) < seq_lens[:, None]
+    place = torch.arange(longest)
+    visible = place < seq_lens[:, None]
+    if sliding_window > 0:
+        visible &= place >= seq_lens[:, None] - sliding_window
     slots = req_to_token[req_pool_indices, :longest]
-    output.copy_(attend(query[:, None], key_buffer, value_buffer, slots, visible[:, None], sm_scale)[:, 0])
+    output.copy_(attend(query[:, None], key_buffer, value_buffer, slots, visible[:, None], sm_scale, sinks)[:, 0])
 
 
 def extend_attention_cpu(
@@ -115,9 +124,22 @@ def extend_attention_cpu(
 
     query [T, H, D] and output [T, H, E] hold request b's tokens from row `extend_start_loc[b]`. With a `tree_mask`
     (flat, request after request e*e, e its new tokens) query i sees all tokens before the new ones, and new token j
-    where mask[i, j]; without it a query sees what is not after it, or everything if not `is_causal`.
+    where mask[i, j]; without it a query sees what is not after it, or everything if not `is_causal`. Of that it
+    sees what is less than `sliding_window` tokens before it, if that is not 0.
+
+    Latent attention keeps other things in its pool than the keys [T, H*D] and values [T, H*E] of whole prompts, which
+    it gives here: then these are read, and no token may lie before the new ones.
     """
-    _refuse(key_buffer, key_scale, value_scale, logit_cap, is_cross_attn, sliding_window, encoder_lens, sinks)
+    _refuse(key_buffer, key_scale, value_scale, logit_cap, is_cross_attn, encoder_lens)
+    if tree_mask is not None and sliding_window > 0:
+        raise NotImplementedError("the stand-in for SGLang's CPU kernels has no trees in a sliding window")
+    if key is not None and value is not None and query.shape[-1] != key_buffer.shape[-1]:
+        if not torch.equal(seq_lens, extend_seq_lens.to(seq_lens.dtype)):
+            raise NotImplementedError("the stand-in for SGLang's CPU kernels has no prefix for keys outside the pool")
+        key_buffer = key.reshape(len(query), -1, query.shape[-1])
+        value_buffer = value.reshape(len(query), -1, output.shape[-1])
+        req_to_token = extend_start_loc[:, None] + torch.arange(int(seq_lens.max()))
+        req_pool_indices = torch.arange(len(seq_lens))
     news, starts = extend_seq_lens.tolist(), extend_start_loc.tolist()
     everyone = list(range(len(news)))
     # Verification extends all requests by as many tokens: one call then, not one per request.
@@ -137,18 +159,23 @@ def extend_attention_cpu(
             key_buffer,
             value_buffer,
             slots,
-            _visible(among_new, totals, new, slots.shape[1]),
+            _visible(among_new, totals, new, slots.shape[1], sliding_window),
             sm_scale,
+            sinks,
         )
         output[rows] = attended.flatten(0, 1).to(output.dtype)
 
 
-def _visible(among_new: Tensor, totals: Tensor, new: int, width: int) -> Tensor:
-    """[B, new, width] of [B or 1, new, new]: all tokens before a request's new ones, and the new ones that it says."""
+def _visible(among_new: Tensor, totals: Tensor, new: int, width: int, window: int) -> Tensor:
+    """[B, new, width] of [B or 1, new, new]: all tokens before a request's new ones, and the new ones that it says.
+
+    Of these the last `window` up to the query itself, if that is not 0.
+    """
     offset = torch.arange(width) - (totals - new)[:, None, None]  # place among the new tokens, [B, 1, width]
     places = offset.clamp(0, new - 1).expand(-1, new, -1)
     chosen = among_new.expand(len(totals), -1, -1).gather(2, places)
-    return (offset < 0) | ((offset < new) & chosen)
+    visible = (offset < 0) | ((offset < new) & chosen)
+    return visible & (offset > torch.arange(new)[:, None] - window) if window > 0 else visible
 
 
 def register() -> None:
@@ -164,17 +191,13 @@ def _refuse(
     value_scale: float,
     logit_cap: float,
     is_cross_attn: bool,
-    sliding_window: int,
     encoder_lens: Tensor | None,
-    sinks: Tensor | None,
 ) -> None:
     unsupported = {
         "an fp8 KV cache": key_buffer.dtype.itemsize < 2,
         "scaled keys or values": key_scale != 1 or value_scale != 1,
         "a cap on logits": logit_cap > 0,
         "cross attention": is_cross_attn or encoder_lens is not None,
-        "a sliding window": sliding_window > 0,
-        "attention sinks": sinks is not None,
     }
     if found := [what for what, asked in unsupported.items() if asked]:
         raise NotImplementedError(f"the stand-in for SGLang's CPU kernels has no {' or '.join(found)}")

@@ -1,4 +1,4 @@
-"""A served vLLM as an `Endpoint`, over its OpenAI API.
+"""A server as an `Endpoint`, over HTTP, whatever engine runs there: its `Dialect` knows how it is asked.
 
 Requests run on one asyncio loop in a thread of its own, so that a stream which nobody waits for any more can be closed
 at once: that makes the server drop its request.
@@ -12,22 +12,21 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import httpx
 
-from eagle3x.engines import openai_stream, spec_metrics
-from eagle3x.engines.openai_stream import ServerFailed
-from eagle3x.engines.server import Server
+from eagle3x.engines.server import FETCH_SECONDS, Server
+from eagle3x.engines.server_stream import ServerFailed
 from eagle3x.types import Completion, EagleError, Request, SpecCounters
 
 T = TypeVar("T")
+Asked = tuple[Request, dict[str, Any]]
+"""A request, and its body."""
 
 CONNECT_SECONDS = 30.0
-METRICS_SECONDS = 60.0
-"""How long /metrics may take; the server answers it between two steps of its own."""
 CHECK_SECONDS = 15.0
 """A server that has not finished a request for so long is asked whether it lives."""
 DYING_SECONDS = 10.0
@@ -35,13 +34,38 @@ DYING_SECONDS = 10.0
 POLL_SECONDS = 0.1
 
 
-class OpenAIEndpoint:
-    """A vLLM server that answers requests. Closing it stops the server, if we launched it.
+class Dialect(Protocol):
+    """How an engine's server is asked."""
 
-    `model`: the name it serves. `stop_token_ids` end an answer, unless the request ignores them.
+    def body(self, request: Request, salt: str | None) -> dict[str, Any]:
+        """The request as JSON. Prompts with different salts share nothing in a prefix cache.
+
+        Raises:
+            EagleError: a request that the server cannot answer rightly.
+        """
+        ...
+
+    async def complete(self, client: httpx.AsyncClient, request: Request, asked: Mapping[str, Any]) -> Completion:
+        """Send `asked`, the body of `request`, and read its answer, timed by this process's performance counter.
+
+        Raises:
+            EagleError: the server refuses the request, or answers in another form than its engine does.
+            ServerFailed: the server failed in the middle.
+            httpx.TransportError: the connection broke.
+        """
+        ...
+
+    def totals(self, get: Callable[[str], str]) -> SpecCounters | None:
+        """The counters since the server started, by `get` of its paths; None without a drafter."""
+        ...
+
+
+class ServerEndpoint:
+    """A server that answers requests. Closing it stops the server, if we launched it.
+
     `per_request_counters`: whether its responses carry what was accepted. `prefix_cache`: whether it has one; then the
-    prompts of each pass carry a salt of their own, which lets them meet no earlier prompt there. (Resetting the cache
-    of a server that is not ours would take it from its other users, and needs vLLM's development mode.)
+    prompts of each pass carry a salt of their own, which lets them meet no earlier prompt there. (To reset the cache of
+    a server that is not ours would take it from its other users.)
     `sampling_refused`: why requests at a temperature above 0 are refused; None if they are not.
     """
 
@@ -50,8 +74,7 @@ class OpenAIEndpoint:
     def __init__(
         self,
         server: Server,
-        model: str,
-        stop_token_ids: Sequence[int],
+        dialect: Dialect,
         *,
         per_request_counters: bool,
         prefix_cache: bool,
@@ -59,8 +82,7 @@ class OpenAIEndpoint:
     ) -> None:
         self.server = server
         self.per_request_counters = per_request_counters
-        self._model = model
-        self._stop_token_ids = tuple(stop_token_ids)
+        self._dialect = dialect
         self._prefix_cache = prefix_cache
         self._salt: str | None = None
         self._sampling_refused = sampling_refused
@@ -70,10 +92,10 @@ class OpenAIEndpoint:
             "trust_env": server.child is None,
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
         }
-        self._control = httpx.Client(timeout=METRICS_SECONDS, **settings)
+        self._control = httpx.Client(timeout=FETCH_SECONDS, **settings)
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_SECONDS), **settings)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="openai-endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server-endpoint", daemon=True)
         self._thread.start()
         self.flush_prefix_cache()
 
@@ -88,11 +110,12 @@ class OpenAIEndpoint:
             raise EagleError(
                 f"request {sampled[0].id} has temperature {sampled[0].temperature:g}: {self._sampling_refused}"
             )
-        return self._completions(requests, concurrency)
+        asked = [(request, self._dialect.body(request, self._salt)) for request in requests]
+        return self._completions(asked, concurrency)
 
     def totals(self) -> SpecCounters | None:
-        """The counters since the server started; None without a drafter. vLLM records a step after it has sent it."""
-        return spec_metrics.totals(self.get("/metrics"))
+        """The counters since the server started; None without a drafter."""
+        return self._dialect.totals(self.get)
 
     def flush_prefix_cache(self) -> None:
         """Make the next requests meet nothing in the prefix cache but each other."""
@@ -136,9 +159,9 @@ class OpenAIEndpoint:
     ) -> None:
         self.close()
 
-    def _completions(self, requests: Sequence[Request], concurrency: int) -> Iterator[Completion]:
+    def _completions(self, asked: Sequence[Asked], concurrency: int) -> Iterator[Completion]:
         done: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
-        answers = self._in_loop(self._answer_all(requests, concurrency, done))
+        answers = self._in_loop(self._answer_all(asked, concurrency, done))
         try:
             while True:
                 try:
@@ -158,16 +181,16 @@ class OpenAIEndpoint:
             self._in_loop(_all_ended()).result()
 
     async def _answer_all(
-        self, requests: Sequence[Request], concurrency: int, done: queue.SimpleQueue[Completion | None]
+        self, asked: Sequence[Asked], concurrency: int, done: queue.SimpleQueue[Completion | None]
     ) -> None:
         """Put every completion into `done`, and None once no more will come; the first error ends all."""
-        todo = iter([(r, openai_stream.body(r, self._model, self._stop_token_ids, self._salt)) for r in requests])
+        todo = iter(asked)
 
         async def work() -> None:
-            for request, asked in todo:
-                done.put(await openai_stream.complete(self._client, request, asked))
+            for request, body in todo:
+                done.put(await self._dialect.complete(self._client, request, body))
 
-        workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(requests)))]
+        workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(asked)))]
         try:
             await asyncio.gather(*workers)
         except Exception:

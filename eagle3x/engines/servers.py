@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from eagle3x.engines.openai_endpoint import OpenAIEndpoint
+from eagle3x.engines.server_endpoint import ServerEndpoint
 from eagle3x.types import Completion, Request, SpecCounters
 
 if TYPE_CHECKING:
     from eagle3x.benchmark.config import Speculation
 
 Served = tuple[Path | None, "Speculation | None"]
-Start = Callable[[Path | None, "Speculation | None", Callable[[], bool]], OpenAIEndpoint]
+Start = Callable[[Path | None, "Speculation | None", Callable[[], bool]], ServerEndpoint]
 """Starts a server; it asks the last argument meanwhile, and gives up if that says False."""
 PLAIN: Served = (None, None)
 
@@ -32,7 +32,7 @@ class Servers:
     def __init__(self, start: Start, at_once: int) -> None:
         self._start, self._at_once = start, at_once
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="server-start")
-        self._running: dict[Served, Future[OpenAIEndpoint]] = {}
+        self._running: dict[Served, Future[ServerEndpoint]] = {}
         self._ending: set[Served] = set()
 
     def prepare(self, drafter: Path | None, speculation: Speculation | None) -> None:
@@ -78,7 +78,7 @@ class Servers:
 class Lent:
     """An endpoint whose server goes on when it is closed."""
 
-    def __init__(self, endpoint: OpenAIEndpoint) -> None:
+    def __init__(self, endpoint: ServerEndpoint) -> None:
         self._endpoint = endpoint
         self.counts_past_stop = endpoint.counts_past_stop
         self.per_request_counters = endpoint.per_request_counters
