@@ -38,6 +38,7 @@ from eagle3x.engines.sglang_arguments import (
     surplus_stops,
 )
 from eagle3x.engines.sglang_attach import attach, attached_identity, reported
+from eagle3x.engines.sglang_models import only_models
 from eagle3x.engines.sglang_offline import FILES_ALIVE, Capture, OfflineSglang
 from eagle3x.engines.sglang_report import read
 from eagle3x.engines.sglang_serve import Launch, serve
@@ -260,7 +261,7 @@ class SglangEngine:
             self._found,
             target,
             arguments(slot, target, hardware, attention, longest),
-            environment(slot, hardware),
+            self._environment(target),
             hardware.device,
             attention,
             reported_quantization(slot, target, hardware),
@@ -268,6 +269,9 @@ class SglangEngine:
             slot.backend.start_timeout,
             slot.backend.port,
         )
+
+    def _environment(self, target: Target) -> dict[str, str]:
+        return environment(self._slot, self._hardware) | only_models(self._found.python, target.model_class)
 
     def _worker(self, purpose: str | tuple[int, ...]) -> OfflineSglang:
         """The worker for text, or for states at these boundaries; one for something else is ended first."""
@@ -287,7 +291,7 @@ class SglangEngine:
             asked["disable_cuda_graph"] = True  # a replayed graph runs no hook
         name = "sglang-generate.log" if purpose == GENERATING else "sglang-capture.log"
         self._offline = OfflineSglang(
-            self._found.python, asked, environment(slot, hardware), self._job.logs / name, capture
+            self._found.python, asked, self._environment(target), self._job.logs / name, capture
         )
         self._offline_for = purpose
         _require_honoured(self._offline.info, asked, identity, reported_quantization(slot, target, hardware))

@@ -268,7 +268,7 @@ class VllmEngine:
         name = "vllm-generate.log" if purpose == GENERATING else "vllm-capture.log"
         self._offline = OfflineVllm(self._found.python, asked, variables, self._job.logs / name)
         self._offline_for = purpose
-        _require_honoured(self._offline.report, identity)
+        _require_honoured(self._offline.report, identity, reported_quantization(slot, target, hardware))
         return self._offline
 
     def _close(self) -> None:
@@ -292,13 +292,18 @@ class VllmEngine:
         self._close()
 
 
-def _require_honoured(report: dict[str, Any], identity: dict[str, Any]) -> None:
+def _require_honoured(report: dict[str, Any], identity: dict[str, Any], quantization: str | None) -> None:
     """What runs must be what the identity says, or an artifact would carry a false name.
 
     Raises:
         EagleError: names what was asked for and what runs.
     """
-    asked = {"attention": [identity["attention"]], "runner": identity["runner"], "dtype": identity["dtype"]}
+    asked = {
+        "attention": [identity["attention"]],
+        "runner": identity["runner"],
+        "dtype": identity["dtype"],
+        "quantization": quantization,
+    }
     wrong = {name: (value, report[name]) for name, value in asked.items() if report[name] != value}
     if wrong:
         said = ", ".join(f"{name} {found} instead of {value}" for name, (value, found) in wrong.items())

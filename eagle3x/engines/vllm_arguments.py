@@ -119,6 +119,10 @@ def environment(slot: Slot, target: Target, hardware: Hardware, longest: int, py
         variables |= {
             "OMP_NUM_THREADS": str(threads),
             "TORCHDYNAMO_DISABLE": "1",  # eager as the model: the first request for log-probabilities compiles for 26 s
+            # The engine computes in its own process, where a worker would be one more: 15 s of imports, a core that
+            # waits for messages in a busy loop, and a message a step. (OpenMP's variables, for which vLLM wants a
+            # worker, are set here.)
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else a core is set aside, and two servers share one
             "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(slot, target, hardware, longest)),
         }

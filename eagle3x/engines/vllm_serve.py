@@ -21,6 +21,7 @@ from eagle3x.engines.openai_stream import OpenAIDialect
 from eagle3x.engines.ports import LOOPBACK
 from eagle3x.engines.server import Server
 from eagle3x.engines.server_endpoint import ServerEndpoint
+from eagle3x.engines.vllm_offline import INSIDE
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -142,8 +143,7 @@ def serve(
 
 def argv(launch: Launch, port: int, drafter: Path | None, speculation: Speculation | None) -> list[str]:
     """The command that starts the server at `port`."""
-    # `vllm serve` looks for a distribution called vllm, which CPU builds are not.
-    command = [str(launch.interpreter.python), "-m", "vllm.entrypoints.openai.api_server"]
+    command = [str(launch.interpreter.python), str(INSIDE / "vllm_server.py")]
     own: dict[str, Any] = {
         "host": LOOPBACK,
         "port": port,
