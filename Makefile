@@ -13,17 +13,22 @@ ARGS ?=
 
 export PYTHON
 
-.PHONY: run test env env-vllm-cpu env-vllm env-sglang-cpu env-sglang lint wheel clean
+.PHONY: run test test-long env env-vllm-cpu env-vllm env-sglang-cpu env-sglang lint wheel clean
 
 run: env  ## install, get the model, run the main job
 	$(BIN)/python -m eagle3x $(ARGS)
 
-test: env env-vllm-cpu env-sglang-cpu  ## install, lint, type-check, run all tests
+PYTEST = EAGLE3X_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python EAGLE3X_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+    $(BIN)/python -m pytest
+
+test: env env-vllm-cpu env-sglang-cpu  ## install, lint, type-check, run all tests but the long ones
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	EAGLE3X_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python EAGLE3X_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
-	    $(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m 'not long' $(ARGS)
+
+test-long: env env-vllm-cpu env-sglang-cpu  ## the tests that take minutes each
+	$(PYTEST) -m long $(ARGS)
 
 env: $(VENV)/.ready
 

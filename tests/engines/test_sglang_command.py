@@ -25,6 +25,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, write_target: Callable[.
         yield Workplace(folder)
 
 
+@pytest.mark.long
 def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resumes(workplace: Workplace) -> None:
     """Its front while it writes, its scheduler while it captures, its server while it is measured."""
     job = workplace.start(*SGLANG)

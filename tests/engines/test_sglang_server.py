@@ -323,6 +323,7 @@ def test_a_killed_scheduler(speculating: ServerEndpoint, launch: Launch) -> None
     _check_death(speculating, schedulers[0], "exited with code|was ended by", launch.log)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [("all_late", "slot_1_early"), ("slots_102", "missing_ids")])
 def test_a_wrong_slot_is_never_accepted(
     names: tuple[str, ...], launch: Launch, known: KnownAnswer, tmp_path: Path
