@@ -162,7 +162,12 @@ def test_a_class_whose_numbering_nobody_read_is_refused(tiny_target: Target) -> 
     assert "how this class reads layer ids is not known" in refused
 
 
-def test_a_machine_without_a_gpu_is_told_so(tiny_target: Target) -> None:
+def test_a_machine_without_a_gpu_is_told_so(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("EAGLE3X_SGLANG_PYTHON", raising=False)
+    monkeypatch.setattr(sglang_module.interpreter, "PROJECT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     reasons = SglangAdapter().refusals(slot(), tiny_target, CUDA)
     assert any("reports no GPU" in reason for reason in reasons)
     assert any("make env-sglang`" in reason for reason in reasons)

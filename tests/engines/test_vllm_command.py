@@ -23,6 +23,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, write_target: Callable[.
         yield Workplace(folder)
 
 
+@pytest.mark.long
 def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resumes(workplace: Workplace) -> None:
     job = workplace.start(*VLLM)
     below = kill_engine(job, "vllm_worker.py", workplace.partial("responses", "parts/*.parquet"))
