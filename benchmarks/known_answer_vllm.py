@@ -71,7 +71,7 @@ def main() -> None:
 def measured(engine: VllmEngine, known: KnownAnswer, variant: Variant) -> float:
     """Tau of a text without a stop, and, for the right drafter, the exact counters with the stop in mid-draft too."""
     requests = [Request("through", PROMPT, TOKENS, ignore_eos=True), Request("stopped", PROMPT, TOKENS)]
-    with engine.serve(variant.drafter_dir, Speculation(K)) as endpoint:
+    with engine.serve(variant.drafter_dir, Speculation.chain(K)) as endpoint:
         before = endpoint.totals()
         completions = {c.id: c for c in endpoint.complete(requests, 1)}
         after = endpoint.totals()

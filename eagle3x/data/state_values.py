@@ -1,7 +1,7 @@
 """What is in captured states: are they finite, how long are they. With NumPy, in the calling thread alone.
 
 torch takes all cores for each sample, and its threads wait for the one whose core an engine has: 32 of them, on a GPU
-machine, looked at 0.3 GB/s where one thread does 2. Several callers at a time scale instead (NumPy lets go of the GIL).
+machine whose cores had other work, looked at 0.3 GB/s where one looks at 3. Several callers at a time scale instead.
 """
 
 from __future__ import annotations
