@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from eagle3x.kernels.layout import layout_of
 from eagle3x.types import EagleError, SpecCounters
 
 if TYPE_CHECKING:
@@ -134,11 +135,11 @@ def _replay_batch(drafter: Eagle3, batch: Sequence[ReplaySample], k: int) -> Ite
     counts = [max(s.response_tokens - 1, 0) for s in batch]
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0).tolist()
     first_rows = [start + s.prompt_tokens - 1 for start, s in zip(starts, batch, strict=True)]
-    rows = torch.cat([torch.arange(f, f + n) for f, n in zip(first_rows, counts, strict=True)]).to(device)
+    rows = torch.cat([torch.arange(f, f + n) for f, n in zip(first_rows, counts, strict=True)])
     if len(rows) == 0:
         yield from (() for _ in batch)
         return
-    states = drafter.ttt(drafter.fuse(aux), tokens, lengths, k, rows)
+    states = drafter.ttt(aux, tokens, layout_of(rows, lengths).map(lambda x: x.to(device)), k)
     drafts, gaps = zip(*(_greedy(drafter, state) for state in states), strict=True)
     # Row i of sample s drafts s.token_ids[P+1+i ..]; the last of these lie past the tokens that the forward read.
     texts = [
@@ -163,7 +164,7 @@ def _greedy(drafter: Eagle3, state: Tensor) -> tuple[Tensor, Tensor]:
     """[N, H] -> the drafted tokens (target ids) [N], and the gaps between their two largest logits [N]."""
     tokens, gaps = [], []
     for chunk in state.split(HEAD_CHUNK):
-        top, ids = drafter.logits(chunk).float().topk(2, dim=-1)
+        top, ids = drafter.unit_logits(chunk).float().topk(2, dim=-1)
         tokens.append(drafter.to_target_ids(ids[:, 0]))
         gaps.append(top[:, 0] - top[:, 1])
     return torch.cat(tokens), torch.cat(gaps)

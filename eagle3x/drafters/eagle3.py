@@ -9,15 +9,16 @@ A boundaries of target hidden size Ht, N heads, G key-value heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from eagle3x.drafters.architecture import Architecture
-from eagle3x.drafters.attention import segments, ttt_attention
+from eagle3x.drafters.ttt import Weights, ttt
+from eagle3x.kernels.layout import Layout
 
 
 class RMSNorm(nn.Module):
@@ -150,66 +151,44 @@ class Eagle3(nn.Module):
         """States of the boundaries [..., A*Ht] -> the hidden state that the block reads [..., H]."""
         return self.fc(self.fc_input(aux))
 
-    def ttt(
-        self,
-        fused_TH: Tensor,
-        token_ids_T: Tensor,
-        document_lengths: Sequence[int],
-        steps: int,
-        rows: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Training-time test over packed documents: the states of each step.
+    def ttt(self, aux_TF: Tensor, token_ids_T: Tensor, layout: Layout, steps: int) -> Tensor:
+        """Training-time test over packed documents: the state of each step, before the final norm's weight.
 
-        Step k at row i reads the state of step k-1 (step 0: `fused_TH[i]`) and token i+1+k, and predicts token i+2+k.
-        It attends to step 0's keys of rows <= i and to its own keys of steps 1..k; query and own key sit at i+k.
-        Where token i+1+k is past the document's end its last token stands in: such rows are not valid.
+        Step k at row i reads the state of step k-1 (step 0: the fused `aux_TF[i]`) and token i+1+k, and predicts token
+        i+2+k. It attends to step 0's keys of rows <= i and to its own keys of steps 1..k; query and own key sit at i+k.
+        Rows whose token i+1+k is past the document's end are not valid. Only the layout's rows are worked out; the
+        others lend their step-0 keys.
 
-        fused_TH: [T, H]. token_ids_T: [T]. rows: ascending indices [R] of the rows that are wanted; the others only
-        lend their step-0 keys, so the result is the same. Returns `steps` tensors [R, H] (default: R = T).
+        Computes in the precision of aux_TF. Returns [K, R, H], of root mean square 1: see `unit_logits`.
         """
-        lengths = torch.tensor(document_lengths, device=fused_TH.device)
-        if int(lengths.sum()) != fused_TH.shape[0] or fused_TH.shape[0] != token_ids_T.shape[0]:
-            raise ValueError(f"{fused_TH.shape[0]} states, {token_ids_T.shape[0]} tokens, {int(lengths.sum())} rows")
-        ends = lengths.cumsum(0)
-        index = torch.arange(fused_TH.shape[0], device=fused_TH.device)
-        positions = index - (ends - lengths).repeat_interleave(lengths)
-        last_token = ends.repeat_interleave(lengths) - 1
+        if not len(aux_TF) == len(token_ids_T) == len(layout.slots):
+            raise ValueError(f"{len(aux_TF)} states, {len(token_ids_T)} tokens, {len(layout.slots)} rows")
+        norms = [self.input_norm] if self.input_norm is not None else self.fc_norm
+        attention, mlp, block = self.midlayer.self_attn, self.midlayer.mlp, self.midlayer
+        weights = Weights(
+            fc=self.fc.weight,
+            fc_gain=None if norms is None else torch.cat([cast(RMSNorm, norm).weight for norm in norms]),
+            q=attention.q_proj.weight,
+            k=attention.k_proj.weight,
+            v=attention.v_proj.weight,
+            o=attention.o_proj.weight,
+            gate=mlp.gate_proj.weight,
+            up=mlp.up_proj.weight,
+            down=mlp.down_proj.weight,
+            input_norm=block.input_layernorm.weight,
+            hidden_norm=block.hidden_norm.weight,
+            post_norm=block.post_attention_layernorm.weight,
+            final_norm=self.norm.weight,
+        )
+        return ttt(aux_TF, token_ids_T, layout, steps, self.arch, self.embed_tokens.weight, weights)
 
-        def embedded(of: Tensor, step: int) -> Tensor:
-            return self.embed_tokens(token_ids_T[torch.minimum(of + 1 + step, last_token[of])])
-
-        attention = self.midlayer.self_attn
-        x, residual = self.midlayer.inputs(embedded(index, 0), fused_TH)
-        key, value = attention.key(x, positions), attention.value(x)
-        if rows is None:
-            rows = index
-        x, residual, positions = x[rows], residual[rows], positions[rows]
-        parts = segments(rows, document_lengths)
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
-        states: list[Tensor] = []
-        for step in range(steps):
-            if step > 0:
-                x, residual = self.midlayer.inputs(embedded(rows, step), states[-1])
-                own_keys.append(attention.key(x, positions + step))
-                own_values.append(attention.value(x))
-            own_key, own_value = (
-                (torch.stack(own_keys), torch.stack(own_values))
-                if own_keys
-                else (key.new_empty(0, *key[rows].shape),) * 2
-            )
-            query = attention.query(x, positions + step)
-            attended = ttt_attention(query, key, value, own_key, own_value, rows, parts)
-            states.append(self._state(self.midlayer.outputs(attended, residual)))
-        return states
+    def unit_logits(self, unit: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [..., D] of a state [..., H] that `ttt` returned."""
+        return self.lm_head(unit * self.norm.weight)
 
     def logits(self, state: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., D] of a state [..., H] that `ttt` or `step` returned."""
-        return self.lm_head(self.normed(state))
-
-    def normed(self, state: Tensor) -> Tensor:
-        """What the head reads, of a state that `ttt` or `step` returned."""
-        return state if self.arch.norm_output else self.norm(state)
+        """Logits over the draft vocabulary [..., D] of a state [..., H] that `step` returned."""
+        return self.lm_head(state if self.arch.norm_output else self.norm(state))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary -> ids of the target's."""
@@ -242,8 +221,5 @@ class Eagle3(nn.Module):
         attended = F.scaled_dot_product_attention(
             query, cache.key[:, :, :length], cache.value[:, :, :length], attn_mask=visible, enable_gqa=True
         )
-        return self._state(self.midlayer.outputs(attended.transpose(1, 2), residual))
-
-    def _state(self, stream: Tensor) -> Tensor:
-        """What the next draft step reads: the stream, or the normed stream (norm_output)."""
+        stream = self.midlayer.outputs(attended.transpose(1, 2), residual)
         return self.norm(stream) if self.arch.norm_output else stream

@@ -4,18 +4,21 @@ A label position j teaches up to K rows (row j-1-k of step k), so the target's h
 gradient of the logits, softmax(z) - p, is turned into gradients of states and head at once: no tensor over a
 vocabulary outlives its chunk.
 
-T tokens, R rows asked of the drafter, K TTT steps, H hidden size, D draft vocabulary, C rows of a chunk.
+T tokens, R rows asked of the drafter, K TTT steps, P kept pairs of row and step, L labels that teach one, H hidden size,
+D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle3x.kernels import kernels_for
+from eagle3x.kernels.products import add_weight_gradient, folded, unfolded, weight_gradient, wide_product
 from eagle3x.types import LastNorm
 
 
@@ -29,10 +32,11 @@ class Teacher:
     last_norm: LastNorm
 
     def logits(self, last: Tensor) -> Tensor:
-        """[C, H] -> [C, D]: head(norm(last)); the norm is left out where the states come after it."""
+        """[C, H] -> [C, D], float32 at least: head(norm(last)); no norm where the states come after it."""
         if self.last_norm == "pre_norm":
+            last = last.to(self.final_norm.dtype)
             last = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + self.eps) * self.final_norm
-        return last @ self.head.T
+        return wide_product(last.to(self.head.dtype), self.head)
 
     def argmax(self, last: Tensor, chunk: int) -> Tensor:
         """[T, H] -> [T]: the most likely id of this head's vocabulary, in chunks of rows."""
@@ -42,78 +46,102 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class StepStats:
-    """Of each TTT step: mean cross-entropy, share of rows whose argmax is the target's, and how many rows. [K] each."""
+class Pairs:
+    """The kept pairs of a row and a step, by the label that teaches them.
 
-    loss: Tensor
-    accuracy: Tensor
-    rows: Tensor
+    row [P]: step * R + slot. label [P]: which of the L labels; ascending. step [P]. scale [P]: weight in the loss.
+    labels [L]: positions among T. counts: pairs of each step. chunks: ends of labels and of pairs that meet a head
+    together.
+    """
+
+    row: Tensor
+    label: Tensor
+    step: Tensor
+    scale: Tensor
+    labels: Tensor
+    counts: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]
+
+    def map(self, change: Callable[[Tensor], Any]) -> Pairs:
+        """The same with every tensor changed: moved, pinned."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Pairs(**{name: change(v) if isinstance(v, Tensor) else v for name, v in values.items()})
+
+
+def pairs_of(keep: Tensor, slots: Tensor, step_weights: Sequence[float], chunk: int) -> Pairs:
+    """keep [K, T]: row i of step k is in the loss, taught by position i+1+k. slots [T]: of the rows asked for.
+
+    The loss is the mean over steps, weighted by step_weights [K], of the mean over a step's pairs; steps without a pair
+    weigh nothing. chunk: about how many pairs meet a head together: whole labels, and at least one. ValueError if there
+    is no pair.
+    """
+    counts = keep.sum(1).tolist()
+    weights = [w if count else 0.0 for w, count in zip(step_weights, counts, strict=True)]
+    if sum(weights) == 0:
+        raise ValueError("no row of this batch is in the loss")
+    scales = torch.tensor(
+        [w / sum(weights) / max(1, count) for w, count in zip(weights, counts, strict=True)], dtype=torch.float64
+    )
+    step, row = torch.nonzero(keep, as_tuple=True)
+    position = row + 1 + step
+    order = torch.argsort(position, stable=True)
+    step, row, position = step[order], row[order], position[order]
+    labels, label, per_label = torch.unique_consecutive(position, return_inverse=True, return_counts=True)
+    ends = per_label.cumsum(0)
+    chunks, done = [], 0
+    while done < len(labels):
+        start = int(ends[done - 1]) if done else 0
+        done = max(done + 1, int(torch.searchsorted(ends, start + chunk, right=True)))
+        chunks.append((done, int(ends[done - 1])))
+    rows = int((slots >= 0).sum())
+    return Pairs(step * rows + slots[row], label, step, scales[step], labels, tuple(counts), tuple(chunks))
 
 
 def ttt_loss(
-    states: Sequence[Tensor],
-    head: Tensor,
-    rows: Tensor,
-    keep: Tensor,
-    last: Tensor,
-    teacher: Teacher,
-    step_weights: Sequence[float],
-    chunk: int,
-) -> tuple[Tensor, StepStats]:
-    """Weighted mean over steps of the mean soft cross-entropy of a step's kept rows.
+    states: Tensor, head: Tensor, norm: Tensor, pairs: Pairs, last: Tensor, teacher: Teacher
+) -> tuple[Tensor, Tensor]:
+    """The loss, and sums [2, K] over each step's pairs: of cross-entropies, and of argmaxes that are the target's.
 
-    states: K tensors [R, H], normed, of the rows [R]. head: [D, H]. keep: [K, T]. last: [T, H]. step_weights: K.
-    Row i of step k is taught by position i+1+k. Steps without a kept row weigh nothing.
+    states [K, R, H]: of root mean square 1. head [D, H] reads them times norm [H]; neither learns unless it requires a
+    gradient. last [L, H]: the labels' states.
     """
-    kept = [torch.nonzero(keep[step, rows])[:, 0] for step in range(len(states))]
-    labels = [rows[index] + 1 + step for step, index in enumerate(kept)]
-    weights = [w if len(index) else 0.0 for w, index in zip(step_weights, kept, strict=True)]
-    total = sum(weights)
-    if total == 0:
-        raise ValueError("no row of this batch is in the loss")
-    scales = [w / total / max(1, len(index)) for w, index in zip(weights, kept, strict=True)]
-    loss, sums = _Chunked.apply(torch.stack(list(states)), head, kept, labels, last, teacher, scales, chunk)  # type: ignore[misc]
-    counts = torch.tensor([len(index) for index in kept], device=head.device)
-    present = counts.clamp(min=1)
-    return loss, StepStats(sums[0] / present, sums[1] / present, counts)
+    return _Chunked.apply(states, head, norm, pairs, last, teacher)  # type: ignore[return-value]
 
 
 class _Chunked(torch.autograd.Function):
-    """Sum over steps of scale_k * sum of cross-entropies, and per step the sums of losses and of right argmaxes."""
-
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: Tensor, kept: list[Tensor], labels: list[Tensor], last: Tensor,
-        teacher: Teacher, scales: list[float], chunk: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        d_states, d_head = torch.zeros_like(states), torch.zeros_like(head)
-        sums = head.new_zeros(2, len(kept))
-        for positions in torch.cat(labels).unique().split(chunk):
-            target = torch.softmax(teacher.logits(last[positions]), dim=-1)
-            best = target.argmax(-1)
-            for step, (index, label) in enumerate(zip(kept, labels, strict=True)):
-                low, high = torch.searchsorted(label, positions[[0, -1]] + torch.tensor([0, 1], device=label.device))
-                here = index[low:high]
-                if len(here) == 0:
-                    continue
-                among = torch.searchsorted(positions, label[low:high])
-                x = states[step, here]
-                z = x @ head.T
-                lse = torch.logsumexp(z, dim=-1, keepdim=True)
-                p = target[among]
-                sums[0, step] += (lse[:, 0] - (p * z).sum(-1)).sum()
-                sums[1, step] += (z.argmax(-1) == best[among]).sum()
-                gradient = torch.exp(z - lse).sub_(p).mul_(scales[step])
-                d_states[step, here] = gradient @ head
-                if ctx.needs_input_grad[1]:
-                    d_head.addmm_(gradient.T, x)
-        ctx.save_for_backward(d_states, d_head)
-        loss = (sums[0] * torch.tensor(scales, dtype=head.dtype, device=head.device)).sum()
+        ctx: Any, states: Tensor, head: Tensor, norm: Tensor, pairs: Pairs, last: Tensor, teacher: Teacher
+    ) -> tuple[Tensor, Tensor]:
+        kernels = kernels_for(states)
+        rows = states.flatten(0, 1)
+        d_states = torch.zeros_like(rows)
+        d_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
+        matrix = folded([head], norm, states)
+        losses, rights = [], []
+        labels_done = pairs_done = 0
+        for labels_end, pairs_end in pairs.chunks:
+            here = slice(pairs_done, pairs_end)
+            p, best = kernels.softmax(teacher.logits(last[labels_done:labels_end]), states.dtype)
+            x = rows.index_select(0, pairs.row[here])
+            z = x @ matrix.T
+            loss, right = kernels.soft_cross_entropy_(z, p, best, pairs.label[here] - labels_done, pairs.scale[here])
+            losses.append(loss)
+            rights.append(right)
+            d_states.index_copy_(0, pairs.row[here], z @ matrix)
+            if d_head is not None:
+                (add_weight_gradient if pairs_done else weight_gradient)(z, x, d_head)
+            labels_done, pairs_done = labels_end, pairs_end
+        d_norm = None if d_head is None else unfolded(d_head, [head], norm, states)
+        ctx.gradients = d_states.view_as(states), d_head, d_norm
+        loss = torch.cat(losses)
+        sums = loss.new_zeros(2, len(states))
+        sums.index_add_(1, pairs.step, torch.stack([loss, torch.cat(rights).to(loss.dtype)]))
         ctx.mark_non_differentiable(sums)
-        return loss, sums
+        return (loss * pairs.scale).sum().to(loss.dtype), sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_states, d_head = ctx.saved_tensors
-        scale = grads[0]
-        return (d_states * scale, d_head * scale if ctx.needs_input_grad[1] else None, *(None,) * 6)
+        gradients = [None if gradient is None else gradient.mul_(grads[0]) for gradient in ctx.gradients]
+        del ctx.gradients
+        return *gradients, None, None, None

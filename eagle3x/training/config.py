@@ -32,9 +32,15 @@ class Train:
     checkpoints: Annotated[int, PLACEMENT]
     """How often, evenly, training can be resumed from."""
     num_workers: Annotated[int, PLACEMENT]
+    """Threads that read ahead; 0 reads when a step begins."""
 
     def __post_init__(self) -> None:
         if min(self.ttt_steps, self.tokens_per_step, self.epochs, self.head_chunk, self.validations) < 1:
             raise ValueError("ttt_steps, tokens_per_step, epochs, head_chunk, validations must be at least 1")
         if not 0 <= self.warmup_fraction < 1 or self.learning_rate <= 0:
             raise ValueError("warmup_fraction must be in [0, 1) and learning_rate > 0")
+
+    @property
+    def step_weights(self) -> list[float]:
+        """Of each TTT step's loss."""
+        return [self.step_weight_decay**step for step in range(self.ttt_steps)]

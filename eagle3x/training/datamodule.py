@@ -11,32 +11,11 @@ from collections.abc import Sequence
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from eagle3x.data.shards import Sample
 from eagle3x.training.config import Train
+from eagle3x.training.loader import Loader
 from eagle3x.training.packing import Packed, pack, plan
-
-
-class Steps(Dataset[Packed]):
-    """The packed batch of each step."""
-
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        steps: Sequence[Sequence[int]],
-        ttt_steps: int,
-        teachable: Sequence[Tensor] | None,
-    ) -> None:
-        self.samples, self.steps, self.ttt_steps, self.teachable = samples, steps, ttt_steps, teachable
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, index: int) -> Packed:
-        chosen = self.steps[index]
-        teachable = None if self.teachable is None else [self.teachable[i] for i in chosen]
-        return pack([self.samples[i] for i in chosen], self.ttt_steps, teachable)
 
 
 def evenly(total: int, parts: int) -> list[int]:
@@ -66,15 +45,21 @@ class DraftData(LightningDataModule):
         self.validation_steps = frozenset(validations)
         self.segment_ends = sorted({*validations, *checkpoints})
 
-    def train_dataloader(self) -> DataLoader[Packed]:
+    def train_dataloader(self) -> Loader:
         """The steps of the current epoch's segment."""
         assert self.trainer is not None
         segment = self.trainer.current_epoch
         start = self.segment_ends[segment - 1] if segment else 0
         steps = self.plan[start : self.segment_ends[segment]]
-        dataset = Steps(self.samples, steps, self.cfg.ttt_steps, self.teachable)
-        return DataLoader(dataset, batch_size=None, num_workers=self.cfg.num_workers)
+        device = self.trainer.strategy.root_device
+        return Loader(steps, lambda step: self.read(step, device), device, self.cfg.num_workers)
+
+    def read(self, step: Sequence[int], device: torch.device) -> Packed:
+        """One step's samples, packed on the CPU, ready to be sent to the device."""
+        teachable = None if self.teachable is None else [self.teachable[i] for i in step]
+        samples = [self.samples[i] for i in step]
+        return pack(samples, self.cfg.step_weights, self.cfg.head_chunk, teachable, pinned=device.type == "cuda")
 
     def transfer_batch_to_device(self, batch: Packed, device: torch.device, dataloader_idx: int) -> Packed:
-        """Lightning cannot move a record that it does not know."""
-        return batch.to(device)
+        """The loader has done it."""
+        return batch

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +17,42 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from eagle3x.drafters.eagle3 import Eagle3
-from eagle3x.drafters.losses import StepStats, Teacher, ttt_loss
+from eagle3x.drafters.losses import Teacher, ttt_loss
 from eagle3x.training.config import Train
 from eagle3x.training.packing import Packed
 from eagle3x.training.validation import History
 from eagle3x.types import EagleError
+
+
+@dataclass(frozen=True)
+class PendingRecord:
+    """A step's record whose sums [2, K] (see `ttt_loss`) are on their way from the device."""
+
+    known: Mapping[str, Any]
+    rows: Sequence[int]
+    sums: Tensor
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any], rows: Sequence[int], sums: Tensor) -> PendingRecord:
+        """Start the copy."""
+        if not sums.is_cuda:
+            return cls(known, rows, sums, None)
+        here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        here.copy_(sums, non_blocking=True)
+        return cls(known, rows, here, torch.cuda.current_stream(sums.device).record_event())
+
+    def arrived(self) -> bool:
+        """Whether `record` would not wait."""
+        return self.copied is None or self.copied.query()
+
+    def record(self) -> dict[str, Any]:
+        """Of metrics.jsonl: by step, mean loss, share of right argmaxes, and rows."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        loss, right = ([x / max(1, n) for x, n in zip(row, self.rows, strict=True)] for row in self.sums.tolist())
+        return {**self.known, "loss": loss, "accuracy": right, "rows": list(self.rows)}
+
 
 EMBEDDING = "drafter.embed_tokens.weight"
 """The target's, frozen: left out of checkpoints."""
@@ -37,51 +71,54 @@ class DraftModule(LightningModule):
         super().__init__()
         self.drafter, self.teacher, self.cfg = drafter, teacher, cfg
         self.total_steps, self.input_scale, self.history = total_steps, input_scale, history
-        self.step_weights = [cfg.step_weight_decay**step for step in range(cfg.ttt_steps)]
+        self.dtype_of_step = torch.bfloat16 if cfg.precision == "bf16" else drafter.fc.weight.dtype
         self.strict_loading = False
         self.tokens_seen = 0
         self.kept_rows = 0
         self.asked_rows = 0
+        self._pending: deque[PendingRecord] = deque()
         self._started = time.monotonic()
 
     def setup(self, stage: str) -> None:
-        """The teacher follows the drafter to its device."""
+        """The teacher follows the drafter to its device, in the precision of the steps."""
         device, t = self.device, self.teacher
-        self.teacher = Teacher(t.head.to(device), t.final_norm.to(device), t.eps, t.last_norm)
+        head = t.head.to(device, self.dtype_of_step)
+        self.teacher = Teacher(head, t.final_norm.to(device), t.eps, t.last_norm)
 
     def training_step(self, batch: Packed, batch_idx: int) -> Tensor:
-        """Loss of one packed batch."""
-        rows = torch.nonzero(batch.keep.any(dim=0))[:, 0]
-        fused = self.drafter.fuse(batch.aux)
-        states = self.drafter.ttt(fused, batch.token_ids, batch.document_lengths, self.cfg.ttt_steps, rows)
-        loss, stats = ttt_loss(
-            [self.drafter.normed(state) for state in states],
-            self.drafter.lm_head.weight,
-            rows,
-            batch.keep,
-            batch.last,
-            self.teacher,
-            self.step_weights,
-            self.cfg.head_chunk,
+        """Loss of one packed batch. Nothing here waits for the device."""
+        drafter, dtype = self.drafter, self.dtype_of_step
+        states = drafter.ttt(batch.aux.to(dtype), batch.token_ids, batch.layout, self.cfg.ttt_steps)
+        loss, sums = ttt_loss(
+            states, drafter.lm_head.weight, drafter.norm.weight, batch.pairs, batch.last.to(dtype), self.teacher
         )
-        self.asked_rows += len(rows)
-        self._record(batch, stats)
+        self._record(batch, sums)
         return loss
 
-    def _record(self, batch: Packed, stats: StepStats) -> None:
+    def _record(self, batch: Packed, sums: Tensor) -> None:
+        """Keep what the step's record needs, and write those that have arrived."""
+        rows = batch.pairs.counts
         self.tokens_seen += len(batch.token_ids)
-        self.kept_rows += int(stats.rows.sum())
-        self.history.append(
-            {
-                "step": self.global_step + 1,
-                "tokens": self.tokens_seen,
-                "learning_rate": self.learning_rate(self.global_step),
-                "loss": stats.loss.tolist(),
-                "accuracy": stats.accuracy.tolist(),
-                "rows": stats.rows.tolist(),
-                "seconds": time.monotonic() - self._started,
-            }
-        )
+        self.kept_rows += sum(rows)
+        self.asked_rows += len(batch.layout.rows)
+        known = {
+            "step": self.global_step + 1,
+            "tokens": self.tokens_seen,
+            "learning_rate": self.learning_rate(self.global_step),
+            "seconds": time.monotonic() - self._started,
+        }
+        self._pending.append(PendingRecord.of(known, rows, sums))
+        while self._pending and self._pending[0].arrived():
+            self.history.append(self._pending.popleft().record())
+
+    def write_records(self) -> None:
+        """Wait for every record of the steps so far."""
+        while self._pending:
+            self.history.append(self._pending.popleft().record())
+
+    def on_train_epoch_end(self) -> None:
+        """A segment has ended: what is validated or saved next comes after its records."""
+        self.write_records()
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to 0 (Loshchilov and Hutter 2017). step counts from 0."""
@@ -103,12 +140,13 @@ class DraftModule(LightningModule):
             {"params": matrices, "lr": base, "weight_decay": self.cfg.weight_decay},
             {"params": norms, "lr": base, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, betas=self.cfg.adam_betas)
+        optimizer = torch.optim.AdamW(groups, betas=self.cfg.adam_betas, fused=self.device.type == "cuda")
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.learning_rate(step) / base)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Everything that the rest of the run depends on and Lightning does not save."""
+        self.write_records()
         del checkpoint["state_dict"][EMBEDDING]
         checkpoint["rng"] = torch.get_rng_state()
         checkpoint["counts"] = [self.tokens_seen, self.kept_rows, self.asked_rows]

@@ -24,12 +24,15 @@ T tokens of all documents, K TTT steps, A boundaries, H hidden size.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from eagle3x.drafters.losses import Pairs, pairs_of
+from eagle3x.kernels.layout import Layout, layout_of
 
 
 class Document(Protocol):
@@ -58,18 +61,25 @@ class Document(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents side by side. token_ids [T], aux [T, A*H], last [T, H], keep [K, T]: row i of step k is in the loss."""
+    """Documents side by side. token_ids [T], aux [T, A*H], last [L, H]: states of the positions that teach.
+
+    layout: the rows that are in the loss at any step. pairs: each of them and its label, step by step.
+    """
 
     token_ids: Tensor
     aux: Tensor
     last: Tensor
-    keep: Tensor
-    document_lengths: tuple[int, ...]
+    layout: Layout
+    pairs: Pairs
+
+    def map(self, change: Callable[[Tensor], Any]) -> Packed:
+        """The same with every tensor changed: moved, pinned."""
+        tensors = map(change, (self.token_ids, self.aux, self.last))
+        return Packed(*tensors, self.layout.map(change), self.pairs.map(change))
 
     def to(self, device: torch.device) -> Packed:
-        """The same on another device."""
-        parts = (x.to(device) for x in (self.token_ids, self.aux, self.last, self.keep))
-        return Packed(*parts, document_lengths=self.document_lengths)
+        """The same on another device; from pinned memory nobody waits for it."""
+        return self.map(lambda x: x.to(device, non_blocking=True))
 
 
 def keep_rows(loss_mask: Tensor, steps: int) -> Tensor:
@@ -81,25 +91,55 @@ def keep_rows(loss_mask: Tensor, steps: int) -> Tensor:
     return keep
 
 
-def pack(documents: Sequence[Document], steps: int, teachable: Sequence[Tensor] | None = None) -> Packed:
-    """Join documents; no row looks across their borders.
+def kept(documents: Sequence[Document], steps: int, teachable: Sequence[Tensor] | None = None) -> Tensor:
+    """[K, T] of documents side by side: row i of step k is in the loss.
 
     teachable: for each document [T], whether the distribution at a position may teach (see `train.out_of_vocab`).
     """
     keep = []
     for index, document in enumerate(documents):
-        kept = keep_rows(document.loss_mask, steps)
+        rows = keep_rows(document.loss_mask, steps)
         if teachable is not None:
             for step in range(steps):
-                kept[step, : -1 - step] &= teachable[index][1 + step :]
-        keep.append(kept)
-    return Packed(
-        token_ids=torch.cat([d.token_ids for d in documents]),
-        aux=torch.cat([d.aux for d in documents]).float(),
-        last=torch.cat([d.last for d in documents]).float(),
-        keep=torch.cat(keep, dim=1),
-        document_lengths=tuple(d.token_ids.shape[0] for d in documents),
-    )
+                rows[step, : -1 - step] &= teachable[index][1 + step :]
+        keep.append(rows)
+    return torch.cat(keep, dim=1)
+
+
+def pack(
+    documents: Sequence[Document], step_weights: Sequence[float], chunk: int, teachable: Sequence[Tensor] | None = None,
+    pinned: bool = False,
+) -> Packed:  # fmt: skip
+    """Join documents; no row looks across their borders.
+
+    step_weights, one for each TTT step, and chunk: see `pairs_of`. teachable: see `kept`. pinned: in memory that a GPU
+    reads by itself.
+    """
+    keep = kept(documents, len(step_weights), teachable)
+    rows = torch.nonzero(keep.any(dim=0))[:, 0]
+    layout = layout_of(rows, [len(d.token_ids) for d in documents])
+    pairs = pairs_of(keep, layout.slots, step_weights, chunk)
+    if pinned:
+        layout, pairs = layout.map(Tensor.pin_memory), pairs.map(Tensor.pin_memory)
+    tokens, aux, last = ([getattr(d, name) for d in documents] for name in ("token_ids", "aux", "last"))
+    return Packed(_joined(tokens, pinned), _joined(aux, pinned), _chosen(last, pairs.labels, pinned), layout, pairs)
+
+
+def _joined(parts: Sequence[Tensor], pinned: bool) -> Tensor:
+    """One copy, from the mapped file to where it is sent from."""
+    out = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
+    return torch.cat(list(parts), out=out)
+
+
+def _chosen(parts: Sequence[Tensor], rows: Tensor, pinned: bool) -> Tensor:
+    """Ascending rows [n] of tensors that lie one after another, and only these are read."""
+    out = torch.empty(len(rows), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
+    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+    start = first = 0
+    for part, end, last in zip(parts, ends.tolist(), torch.searchsorted(rows, ends).tolist(), strict=True):
+        torch.index_select(part, 0, rows[first:last] - start, out=out[first:last])
+        start, first = end, last
+    return out
 
 
 def plan(lengths: Sequence[int], tokens_per_step: int, epochs: int, seed: int) -> list[list[int]]:

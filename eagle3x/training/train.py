@@ -223,7 +223,6 @@ def _trainer(run: StageRun, data: DraftData, callbacks: list[Callback]) -> Train
     return Trainer(
         accelerator="gpu" if cfg.hardware.device == "cuda" else "cpu",
         devices=list(devices[:1]) if devices and cfg.hardware.device == "cuda" else 1,
-        precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
         max_epochs=len(data.segment_ends),
         reload_dataloaders_every_n_epochs=1,
         gradient_clip_val=cfg.train.grad_clip,

@@ -16,6 +16,7 @@ from eagle3x.diagnosis import replay as module
 from eagle3x.diagnosis.replay import ReplaySample, VerifyStep, counters, replay, replay_detailed, walk
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.eagle3 import Eagle3
+from eagle3x.kernels.layout import Layout
 from eagle3x.targets import Target
 from eagle3x.types import EagleError, Request, SpecCounters, TokenSample
 
@@ -193,13 +194,13 @@ class Scripted(Eagle3):
         super().__init__(architecture())
         self.drafts, self.start = drafts, start
 
-    def ttt(self, fused_TH, token_ids_T, document_lengths, steps, rows=None):
-        assert rows is not None
-        return [torch.tensor([[float(self.drafts[int(r) - self.start][j])] for r in rows]) for j in range(steps)]
+    def ttt(self, aux_TF: Tensor, token_ids_T: Tensor, layout: Layout, steps: int) -> Tensor:
+        rows = layout.rows.tolist()
+        return torch.tensor([[[float(self.drafts[r - self.start][j])] for r in rows] for j in range(steps)])
 
-    def logits(self, state: Tensor) -> Tensor:
-        best = torch.nn.functional.one_hot(state[:, 0].long(), DRAFT_VOCAB).double()
-        return best * 0.25 * (1 + state)
+    def unit_logits(self, unit: Tensor) -> Tensor:
+        best = torch.nn.functional.one_hot(unit[:, 0].long(), DRAFT_VOCAB).double()
+        return best * 0.25 * (1 + unit)
 
 
 def test_hand_made_text() -> None:

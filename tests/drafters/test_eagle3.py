@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3x.drafters import attention
 from eagle3x.drafters.architecture import Architecture
-from eagle3x.drafters.attention import segments
 from eagle3x.drafters.eagle3 import Eagle3
+from eagle3x.kernels import layout
+from eagle3x.kernels.layout import layout_of
 
 ARCH = Architecture(
     hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=4, rms_norm_eps=1e-5,
@@ -42,7 +42,7 @@ def rotate(x: Tensor, position: int) -> Tensor:
 
 
 def reference_ttt(model: Eagle3, fused: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:
-    """One document. All steps' keys side by side, [T * steps] columns, under one boolean mask."""
+    """Normed states of one document. All steps' keys side by side, [T * steps] columns, under one boolean mask."""
     weights = dict(model.named_parameters())
     block = {n.removeprefix("midlayer."): p for n, p in weights.items() if n.startswith("midlayer.")}
     length = fused.shape[0]
@@ -80,9 +80,10 @@ def reference_ttt(model: Eagle3, fused: Tensor, tokens: Tensor, steps: int) -> l
             stream = stream + block["mlp.down_proj.weight"] @ (
                 gate * torch.sigmoid(gate) * (block["mlp.up_proj.weight"] @ y)
             )
-            out.append(rms(stream, weights["norm.weight"]) if model.arch.norm_output else stream)
-        hidden = torch.stack(out)
-        states.append(hidden)
+            out.append(stream)
+        normed = torch.stack([rms(stream, weights["norm.weight"]) for stream in out])
+        hidden = normed if model.arch.norm_output else torch.stack(out)
+        states.append(normed)
     return states
 
 
@@ -105,13 +106,17 @@ def test_ttt_equals_the_dense_reference_forward_and_backward(variant: dict[str, 
     aux = torch.randn(13, 24, dtype=torch.float64, generator=generator)
     tokens = torch.randint(0, 32, (13,), generator=generator)
     cotangents = [torch.randn(13, 16, dtype=torch.float64, generator=generator) for _ in range(3)]
+    for step, cotangent in enumerate(cotangents):
+        for end in (5, 6, 13):
+            cotangent[max(0, end - 1 - step) : end] = 0.0  # rows that read past their document: in no loss
 
     def gradients(states: list[Tensor]) -> dict[str, Tensor]:
         model.zero_grad()
         sum((s * c).sum() for s, c in zip(states, cotangents, strict=True)).backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    states = model.ttt(model.fuse(aux), tokens, lengths, 3)
+    got_states = model.ttt(aux, tokens, layout_of(torch.arange(13), lengths), 3)
+    states = [state * model.norm.weight for state in got_states]
     got = gradients(states)
     expected: list[list[Tensor]] = [[], [], []]
     start = 0
@@ -121,8 +126,9 @@ def test_ttt_equals_the_dense_reference_forward_and_backward(variant: dict[str, 
             expected[step].append(state)
         start += length
     wanted = [torch.cat(parts) for parts in expected]
-    for state, want in zip(states, wanted, strict=True):
-        torch.testing.assert_close(state, want, rtol=1e-11, atol=1e-11)
+    for state, want, cotangent in zip(states, wanted, cotangents, strict=True):
+        valid = cotangent.any(dim=1)
+        torch.testing.assert_close(state[valid], want[valid], rtol=1e-11, atol=1e-11)
     want_gradients = gradients(wanted)
     assert got.keys() == want_gradients.keys()
     for name, grad in want_gradients.items():
@@ -132,35 +138,41 @@ def test_ttt_equals_the_dense_reference_forward_and_backward(variant: dict[str, 
 def test_asking_for_some_rows_changes_nothing_for_them() -> None:
     model = drafter()
     generator = torch.Generator().manual_seed(2)
-    fused = torch.randn(12, 16, dtype=torch.float64, generator=generator)
+    aux = torch.randn(12, 24, dtype=torch.float64, generator=generator)
     tokens = torch.randint(0, 32, (12,), generator=generator)
     rows = torch.tensor([1, 2, 4, 9, 11])
-    every = model.ttt(fused, tokens, [5, 2, 5], 3)
-    some = model.ttt(fused, tokens, [5, 2, 5], 3, rows)
+    every = model.ttt(aux, tokens, layout_of(torch.arange(12), [5, 2, 5]), 3)
+    some = model.ttt(aux, tokens, layout_of(rows, [5, 2, 5]), 3)
     for a, b in zip(every, some, strict=True):
         torch.testing.assert_close(a[rows], b, rtol=1e-12, atol=1e-12)
 
 
-def test_chunks_of_queries_change_neither_states_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_queries_change_neither_states_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(5)
     aux = torch.randn(12, 24, dtype=torch.float64, generator=generator)
     tokens = torch.randint(0, 32, (12,), generator=generator)
 
     def run() -> list[Tensor]:
         model = drafter()
-        states = torch.stack(model.ttt(model.fuse(aux), tokens, [7, 5], 3))
+        states = model.ttt(aux, tokens, layout_of(torch.arange(12), [7, 5]), 3)
         states.square().sum().backward()
         return [states.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     whole = run()
-    monkeypatch.setattr(attention, "QUERY_CHUNK", 2)
+    monkeypatch.setattr(layout, "QUERY_BLOCK", 2)
     for a, b in zip(whole, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
-def test_segments_cut_at_documents_and_keys_end_at_the_last_query() -> None:
-    parts = segments(torch.tensor([1, 2, 6]), [4, 2, 3])
-    assert [(p.rows.start, p.rows.stop, p.keys.start, p.keys.stop) for p in parts] == [(0, 2, 0, 3), (2, 3, 6, 7)]
+def test_blocks_end_at_documents_and_at_the_last_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "KEY_BLOCK", 2)
+    made = layout_of(torch.tensor([1, 2, 6]), [4, 2, 3])
+    # Rows 1 and 2 are slots 0 and 1 of the first document (rows 0..3), row 6 is slot 2 of the third (rows 6..8).
+    assert made.slots.tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1]
+    assert made.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2]
+    assert sorted(made.query_blocks.tolist()) == [[0, 2, 0], [2, 3, 6]]
+    # Nobody looks at row 3, nor at the second document. Row 2, as a key, is seen by itself alone.
+    assert sorted(made.key_blocks.tolist()) == [[0, 2, 0, 2], [2, 3, 1, 2], [6, 7, 2, 3]]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: next(iter(v), "plain"))
@@ -182,8 +194,9 @@ def test_drafting_with_a_cache_equals_ttt_on_the_drafted_text(variant: dict[str,
         for draft in range(3):
             for b in range(2):
                 length = last[b] + 2 + draft  # the text up to the token that the draft has just read
-                want = model.ttt(fused[b, :length], text[b, :length], [length], 3)[draft][last[b]]
-                torch.testing.assert_close(state[b, 0], want, rtol=1e-10, atol=1e-10)
+                rows = layout_of(torch.tensor([last[b]]), [length])
+                want = model.unit_logits(model.ttt(aux[b, :length], text[b, :length], rows, 3)[draft, 0])
+                torch.testing.assert_close(model.logits(state[b, 0]), want, rtol=1e-10, atol=1e-10)
             if draft < 2:
                 position = torch.tensor(last)[:, None] + draft + 1
                 state = model.step(state, text[index, position + 1], position, cache)

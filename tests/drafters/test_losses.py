@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3x.drafters.losses import Teacher, ttt_loss
+from eagle3x.drafters.losses import Pairs, Teacher, pairs_of, ttt_loss
+from eagle3x.kernels.layout import layout_of
 
 T, H, D, STEPS = 9, 6, 5, 3
 
@@ -22,8 +23,20 @@ def inputs() -> dict[str, Tensor]:
         keep[step, T - 1 - step :] = False
     return {
         "states": draw(STEPS, T, H), "head": draw(D, H), "last": draw(T, H), "target": draw(D, H),
-        "norm": draw(H), "keep": keep,
+        "norm": draw(H), "gain": draw(H), "keep": keep,
     }  # fmt: skip
+
+
+def loss_of(
+    x: dict[str, Tensor], keep: Tensor, teacher: Teacher, weights: list[float], chunk: int
+) -> tuple[Tensor, Tensor, Pairs]:
+    """`ttt_loss` of the rows that are kept at any step."""
+    asked = keep.any(0)
+    layout = layout_of(torch.nonzero(asked)[:, 0], [T])
+    pairs = pairs_of(keep, layout.slots, weights, chunk)
+    states = x["states"][: len(weights), asked]
+    loss, sums = ttt_loss(states, x["head"], x["gain"], pairs, x["last"][pairs.labels], teacher)
+    return loss, sums, pairs
 
 
 def written_out(x: dict[str, Tensor], weights: list[float], pre_norm: bool) -> tuple[Tensor, list[float]]:
@@ -38,7 +51,7 @@ def written_out(x: dict[str, Tensor], weights: list[float], pre_norm: bool) -> t
             if pre_norm:
                 label = label / torch.sqrt((label * label).mean() + 1e-5) * x["norm"]
             p = torch.exp(x["target"] @ label)
-            q = torch.exp(x["head"] @ x["states"][step, i])
+            q = torch.exp(x["head"] @ (x["gain"] * x["states"][step, i]))
             rows.append(-(p / p.sum() * torch.log(q / q.sum())).sum())
         per_step.append(torch.stack(rows).mean())
     total = sum(w * loss for w, loss in zip(weights, per_step, strict=True)) / sum(weights)
@@ -51,33 +64,42 @@ def written_out(x: dict[str, Tensor], weights: list[float], pre_norm: bool) -> t
 def test_loss_and_gradients_are_those_of_the_formula(chunk: int, pre_norm: bool) -> None:
     x = inputs()
     weights = [1.0, 0.5, 0.25]
-    x["states"].requires_grad_(True)
-    x["head"].requires_grad_(True)
+    learning = [x[name].requires_grad_(True) for name in ("states", "head", "gain")]
     wanted, per_step = written_out(x, weights, pre_norm)
-    wanted_grads = torch.autograd.grad(3 * wanted, [x["states"], x["head"]])
-    rows = torch.nonzero(x["keep"].any(0))[:, 0]
+    wanted_grads = torch.autograd.grad(3 * wanted, learning)
     teacher = Teacher(x["target"], x["norm"], 1e-5, "pre_norm" if pre_norm else "post_norm")
-    states = [x["states"][step, rows] for step in range(STEPS)]
-    loss, stats = ttt_loss(states, x["head"], rows, x["keep"], x["last"], teacher, weights, chunk)
+    loss, sums, pairs = loss_of(x, x["keep"], teacher, weights, chunk)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    torch.testing.assert_close(stats.loss.tolist(), per_step, rtol=1e-12, atol=0)
-    assert stats.rows.tolist() == x["keep"].sum(1).tolist()
-    for got, want in zip(torch.autograd.grad(3 * loss, [x["states"], x["head"]]), wanted_grads, strict=True):
+    torch.testing.assert_close((sums[0] / torch.tensor(pairs.counts)).tolist(), per_step, rtol=1e-12, atol=0)
+    assert list(pairs.counts) == x["keep"].sum(1).tolist()
+    for got, want in zip(torch.autograd.grad(3 * loss, learning), wanted_grads, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
 
 
 def test_accuracy_counts_rows_whose_argmax_is_the_targets() -> None:
-    # Target: position j says token j % 3. The drafter says 0, 1, 1, 0.
+    # Target: position j says token j % 3, and teaches row j - 1: the rows should say 1, 2, 0, 1.
     target = Teacher(torch.eye(3), torch.ones(3), 1e-5, "post_norm")
     last = torch.eye(3)[torch.tensor([0, 1, 2, 0, 1])]
-    said = torch.eye(3)[torch.tensor([0, 1, 1, 0])] * 5
-    keep = torch.tensor([[True, True, True, True, False]])
-    # Rows 0..3 are taught by positions 1..4: tokens 1, 2, 0, 1. None is right but nothing else is either.
-    _, stats = ttt_loss([said], torch.eye(3), torch.arange(4), keep, last, target, [1.0], 2)
-    assert stats.accuracy.tolist() == [0.0]
-    said = torch.eye(3)[torch.tensor([1, 2, 1, 0])] * 5
-    _, stats = ttt_loss([said], torch.eye(3), torch.arange(4), keep, last, target, [1.0], 2)
-    assert stats.accuracy.tolist() == [0.5]
+    layout = layout_of(torch.arange(4), [5])
+    pairs = pairs_of(torch.tensor([[True, True, True, True, False]]), layout.slots, [1.0], 2)
+    for said, right in (([0, 1, 1, 0], 0), ([1, 2, 1, 0], 2)):
+        states = torch.eye(3)[None, torch.tensor(said)] * 5
+        _, sums = ttt_loss(states, torch.eye(3), torch.ones(3), pairs, last[pairs.labels], target)
+        assert sums[1].tolist() == [right]
+
+
+def test_pairs_lie_by_label_and_chunks_keep_labels_whole() -> None:
+    # Rows 1 and 2 at step 0, row 1 at step 1: positions 2 and 3 teach rows 1 and 2, position 3 teaches row 1 of step 1.
+    keep = torch.tensor([[False, True, True, False], [False, True, False, False]])
+    pairs = pairs_of(keep, torch.tensor([-1, 0, 1, -1]), [1.0, 0.5], 2)
+    assert pairs.labels.tolist() == [2, 3]
+    assert pairs.label.tolist() == [0, 1, 1]
+    assert pairs.step.tolist() == [0, 0, 1]
+    assert pairs.row.tolist() == [0, 1, 2]  # step * R + slot
+    assert pairs.counts == (2, 1)
+    assert pairs.scale.tolist() == pytest.approx([1 / 1.5 / 2, 1 / 1.5 / 2, 0.5 / 1.5], rel=1e-15)
+    assert pairs.chunks == ((1, 1), (2, 3))
+    assert pairs_of(keep, torch.tensor([-1, 0, 1, -1]), [1.0, 0.5], 3).chunks == ((2, 3),)
 
 
 def test_a_step_without_rows_weighs_nothing_and_a_batch_without_rows_is_an_error() -> None:
@@ -85,12 +107,22 @@ def test_a_step_without_rows_weighs_nothing_and_a_batch_without_rows_is_an_error
     teacher = Teacher(x["target"], x["norm"], 1e-5, "post_norm")
     only_first = x["keep"].clone()
     only_first[1:] = False
-    rows = torch.arange(T)
-    both, _ = ttt_loss([x["states"][0], x["states"][1]], x["head"], rows, only_first[:2], x["last"], teacher, [1, 9], 4)
-    first, _ = ttt_loss([x["states"][0]], x["head"], rows, only_first[:1], x["last"], teacher, [1], 4)
+    both, _, _ = loss_of(x, only_first[:2], teacher, [1, 9], 4)
+    first, _, _ = loss_of(x, only_first[:1], teacher, [1], 4)
     assert float(both) == pytest.approx(float(first), rel=1e-12)
     with pytest.raises(ValueError, match="no row"):
-        ttt_loss([x["states"][0]], x["head"], rows, torch.zeros(1, T, dtype=torch.bool), x["last"], teacher, [1], 4)
+        pairs_of(torch.zeros(1, T, dtype=torch.bool), torch.arange(T), [1.0], 4)
+
+
+def test_a_head_that_does_not_learn_gets_no_gradient_and_gives_the_same() -> None:
+    x = inputs()
+    teacher = Teacher(x["target"], x["norm"], 1e-5, "post_norm")
+    x["states"].requires_grad_(True)
+    frozen, _, _ = loss_of(x, x["keep"], teacher, [1.0] * STEPS, 4)
+    (d_frozen,) = torch.autograd.grad(frozen, [x["states"]])
+    x["head"].requires_grad_(True)
+    trained, _, _ = loss_of(x, x["keep"], teacher, [1.0] * STEPS, 4)
+    assert torch.equal(torch.autograd.grad(trained, [x["states"]])[0], d_frozen)
 
 
 def test_argmax_in_chunks() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.drafters.warm_start import random_start, warm_start
+from eagle3x.kernels.layout import layout_of
 from eagle3x.types import EagleError, LastNorm
 
 V, H, A = 64, 32, 2
@@ -29,6 +30,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 EMBEDDING, HEAD, FINAL_NORM = 1 + draw(V, H, seed=1), draw(V, H, seed=2), 1 + 0.3 * draw(H, seed=3)
 """The embeddings have a mean, as those of trained models: a direction that is constant can be found."""
 FROM_AUX, FROM_EMBEDDING = draw(A * H, H, seed=4) / 8, draw(H, H, seed=5) / 5
+EVERY_ROW = layout_of(torch.arange(20), [20])
 TARGET = SimpleNamespace(
     hidden_size=H, embedding=lambda: EMBEDDING, head=lambda: HEAD, final_norm=lambda: FINAL_NORM,
 )  # fmt: skip
@@ -56,7 +58,7 @@ def cosine(drafter: Eagle3, held_out: list[SimpleNamespace]) -> float:
     total = []
     for document in held_out:
         with torch.no_grad():
-            (state,) = drafter.ttt(drafter.fuse(document.aux), document.token_ids, [20], 1)
+            (state,) = drafter.ttt(document.aux, document.token_ids, EVERY_ROW, 1)
         total.append(torch.cosine_similarity(state[4:-1], document.state[5:], dim=-1))
     return float(torch.cat(total).mean())
 
@@ -84,8 +86,7 @@ def test_a_row_looks_at_itself() -> None:
     other = document.token_ids.clone()
     other[5] = (other[5] + 1) % V  # the token that row 4 reads
     with torch.no_grad():
-        fused = drafter.fuse(document.aux)
-        (a,), (b,) = (drafter.ttt(fused, tokens, [20], 1) for tokens in (document.token_ids, other))
+        (a,), (b,) = (drafter.ttt(document.aux, tokens, EVERY_ROW, 1) for tokens in (document.token_ids, other))
     moved = (a - b).norm(dim=-1)
     assert moved[:4].max() == 0
     assert moved[4] > 10 * moved[6:].max()

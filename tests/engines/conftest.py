@@ -14,6 +14,7 @@ from filelock import FileLock
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.checkpoint import save
 from eagle3x.drafters.eagle3 import Eagle3
+from eagle3x.kernels.layout import layout_of
 from eagle3x.targets import Target
 from eagle3x.types import HiddenStates
 
@@ -60,11 +61,12 @@ def _fit(
         known = eagle.t2d[labels.clamp_min(0)] & (labels >= 0)
         wanted.append((known, torch.searchsorted(draft_vocab, labels[known])))
     aux = torch.cat([s.aux for s in states]).clone()
+    layout = layout_of(torch.arange(len(tokens)), [len(s.token_ids) for s in states])
     optimizer = torch.optim.Adam([p for p in eagle.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
-        outputs = eagle.ttt(eagle.fuse(aux), tokens, [len(s.token_ids) for s in states], 2)
+        outputs = eagle.ttt(aux, tokens, layout, 2)
         losses = [
-            torch.nn.functional.cross_entropy(eagle.logits(state[known]), draft_ids)
+            torch.nn.functional.cross_entropy(eagle.unit_logits(state[known]), draft_ids)
             for state, (known, draft_ids) in zip(outputs, wanted, strict=True)
         ]
         loss = torch.stack(losses).sum()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3x.training.packing import keep_rows, pack, plan
+from eagle3x.training.packing import keep_rows, kept, pack, plan
 
 A, B, C, D, E, F = range(6)
 MASK = torch.tensor([False, False, True, True, True, False])
@@ -40,14 +40,14 @@ def test_a_label_right_after_the_first_token_has_no_row() -> None:
 
 
 def test_documents_lie_side_by_side_and_their_rows_do_not_meet() -> None:
-    packed = pack(
-        [document([A, B, C, D, E, F], MASK, 10), document([7, 8, 9], torch.tensor([False, True, True]), 20)], 2
-    )
+    documents = [document([A, B, C, D, E, F], MASK, 10), document([7, 8, 9], torch.tensor([False, True, True]), 20)]
+    packed = pack(documents, [1.0, 1.0], 4)
     assert packed.token_ids.tolist() == [A, B, C, D, E, F, 7, 8, 9]
     assert packed.aux[:, 1].tolist() == [10, 11, 12, 13, 14, 15, 20, 21, 22]
-    assert packed.last[:, 0].tolist() == [10, 11, 12, 13, 14, 15, 20, 21, 22]
-    assert packed.document_lengths == (6, 3)
-    assert packed.keep.tolist() == [
+    assert packed.layout.rows.tolist() == [0, 1, 2, 6]
+    assert packed.pairs.labels.tolist() == [1, 2, 3, 7]
+    assert packed.last[:, 0].tolist() == [11, 12, 13, 21]
+    assert kept(documents, 2).tolist() == [
         [True, True, True, False, False, False, True, False, False],
         [True, True, False, False, False, False, False, False, False],
     ]
@@ -56,8 +56,7 @@ def test_documents_lie_side_by_side_and_their_rows_do_not_meet() -> None:
 def test_a_position_that_may_not_teach_takes_out_every_row_that_it_taught() -> None:
     # Position 2 (state x2) teaches D -> E: row x1 of step 0 and row x0 of step 1.
     teachable = torch.tensor([True, True, False, True, True, True])
-    packed = pack([document([A, B, C, D, E, F], MASK, 0)], 2, [teachable])
-    assert packed.keep.tolist() == [
+    assert kept([document([A, B, C, D, E, F], MASK, 0)], 2, [teachable]).tolist() == [
         [True, False, True, False, False, False],
         [False, True, False, False, False, False],
     ]
