@@ -53,9 +53,10 @@ def random_start(drafter: Eagle3, target: Target) -> None:
 def warm_start(drafter: Eagle3, target: Target, documents: Sequence[Document], last_norm: LastNorm) -> None:
     """Set all weights as the module's text says; `documents` carry the states that the drafter will be trained on.
 
-    Raises EagleError if no row of the documents is in the loss, or the drafter is not as wide as the target.
+    Computes on the drafter's device. Raises EagleError if no row of the documents is in the loss, or the drafter is not
+    as wide as the target.
     """
-    arch, final_norm = drafter.arch, target.final_norm()
+    arch, final_norm = drafter.arch, target.final_norm().to(drafter.fc.weight.device)
     if (arch.hidden_size, arch.target_hidden_size) != (target.hidden_size, target.hidden_size):
         raise EagleError(f"drafter.init=warm_start needs a drafter that is {target.hidden_size} wide, as the target")
     random_start(drafter, target)
@@ -93,13 +94,13 @@ def _regression_rows(
         index = torch.nonzero(keep_rows(document.loss_mask, 1)[0])[:, 0]
         if len(index) == 0:
             continue
-        last = document.last[index + 1].float()
+        last = document.last[index + 1].to(device).float()
         if last_norm == "post_norm":
             wanted = torch.where(final_norm.abs() > 1e-6, last / final_norm, 0.0)
         else:
             wanted = _normed(last, eps)
         embedding = drafter.embed_tokens(document.token_ids[index + 1].to(device))
-        yield drafter.fc_input(document.aux[index].float().to(device)), _normed(embedding, eps), wanted.to(device)
+        yield drafter.fc_input(document.aux[index].to(device).float()), _normed(embedding, eps), wanted
         done += len(index)
         if done >= MAX_ROWS:
             return

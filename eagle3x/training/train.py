@@ -35,6 +35,7 @@ from eagle3x.training.validation import History, Validation, load_trained
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
+    from eagle3x.config import Hardware
     from eagle3x.drafters.config import Drafter
     from eagle3x.pipeline import StageRun
     from eagle3x.targets import Target
@@ -52,9 +53,15 @@ def make(run: StageRun) -> dict[str, Any]:
 
 
 def initial_drafter(
-    cfg: Drafter, target: Target, train: Shards, samples: Sequence[Sample], seed: int, start: bool = True
+    cfg: Drafter,
+    target: Target,
+    train: Shards,
+    samples: Sequence[Sample],
+    seed: int,
+    device: torch.device,
+    start: bool = True,
 ) -> Eagle3:
-    """The drafter before its first step: architecture, draft vocabulary, weights by `cfg.init`.
+    """The drafter before its first step, on `device`: architecture, draft vocabulary, weights by `cfg.init`.
 
     start: False leaves the weights random, for a run that is about to load them.
     """
@@ -66,7 +73,8 @@ def initial_drafter(
         size=cfg.draft_vocab_size,
         vocab_size=target.vocab_size,
     )
-    drafter = Eagle3(_architecture(cfg, target, len(train.spec.boundaries)))
+    with device:
+        drafter = Eagle3(_architecture(cfg, target, len(train.spec.boundaries)))
     drafter.d2t.copy_(vocabulary.d2t())
     drafter.t2d.copy_(vocabulary.t2d())
     if start and cfg.init == "warm_start":
@@ -83,6 +91,13 @@ def with_labels(shards: Shards) -> tuple[list[Sample], list[int]]:
     if not samples:
         raise EagleError(f"{shards.directory}: no sample has two tokens that the target wrote: nothing to train on")
     return samples, [len(sample.token_ids) for sample in samples]
+
+
+def device_of(hardware: Hardware) -> torch.device:
+    """Where a drafter is trained: the first of the GPUs that may be used, or the CPU."""
+    if hardware.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", hardware.devices[0] if hardware.devices else 0)
 
 
 def _architecture(cfg: Drafter, target: Target, num_aux: int) -> Architecture:
@@ -116,8 +131,9 @@ def _train(run: StageRun) -> dict[str, Any]:
     samples, lengths = with_labels(train)
     resume = max((work / "resume").glob("*.ckpt"), default=None)
 
-    drafter = initial_drafter(cfg.drafter, target, train, samples, cfg.seed, start=resume is None)
-    head, final_norm = target.head(), target.final_norm()
+    device = device_of(cfg.hardware)
+    drafter = initial_drafter(cfg.drafter, target, train, samples, cfg.seed, device, start=resume is None)
+    head, final_norm = target.head().to(device), target.final_norm().to(device)
     full = Teacher(head, final_norm, target.rms_norm_eps, train.spec.last_norm)
     teachable, labels, outside = _teachable(full, drafter.t2d, samples, work / "argmax.safetensors")
     data = DraftData(samples, lengths, cfg.train, cfg.seed, teachable if cfg.train.out_of_vocab == "mask" else None)
@@ -231,10 +247,11 @@ def _teachable(full: Teacher, t2d: Tensor, samples: Sequence[Sample], cache: Pat
         best = load_file(cache)["argmax"]
     else:
         pairs = track(zip(samples, positions, strict=True), "Target's argmax", len(samples))
-        best = torch.cat([full.argmax(s.last[at].float(), 1024) for s, at in pairs])
+        device = full.head.device
+        best = torch.cat([full.argmax(s.last[at].to(device).float(), 1024).cpu() for s, at in pairs])
         save_file({"argmax": best}, new := cache.with_suffix(".new"))
         new.rename(cache)
-    inside = t2d[best]
+    inside = t2d.cpu()[best]
     result = []
     for sample, at, known in zip(samples, positions, inside.split([len(at) for at in positions]), strict=True):
         mask = torch.zeros(len(sample.token_ids), dtype=torch.bool)
@@ -246,7 +263,8 @@ def _teachable(full: Teacher, t2d: Tensor, samples: Sequence[Sample], cache: Pat
 @torch.no_grad()
 def _input_scale(drafter: Eagle3, samples: Sequence[Sample]) -> float:
     """Median over positions of the root mean square of what fc reads; a few samples tell."""
-    rows = torch.cat([drafter.fc_input(s.aux.float()) for s in samples[:32]])
+    device = drafter.fc.weight.device
+    rows = torch.cat([drafter.fc_input(s.aux.to(device).float()) for s in samples[:32]])
     return float(rows.pow(2).mean(-1).sqrt().median())
 
 
