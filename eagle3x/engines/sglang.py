@@ -41,7 +41,7 @@ from eagle3x.engines.sglang_attach import attach, attached_identity, reported
 from eagle3x.engines.sglang_models import only_models
 from eagle3x.engines.sglang_offline import FILES_ALIVE, Capture, OfflineSglang
 from eagle3x.engines.sglang_report import read
-from eagle3x.engines.sglang_serve import Launch, serve
+from eagle3x.engines.sglang_serve import HIGHEST_PORT, Launch, serve
 from eagle3x.progress import log
 from eagle3x.types import Completion, ConfigError, EagleError, HiddenStates, Request, TokenSample
 
@@ -130,6 +130,8 @@ class SglangAdapter:
                 f"target {target.name}: its config.json names stop tokens {more} that its generation_config.json does"
                 " not, and SGLang stops at either; make the two agree"
             )
+        if backend.port is not None and backend.port > HIGHEST_PORT:
+            reasons.append(f"backend.port={backend.port}: SGLang needs one up to {HIGHEST_PORT}")
         if slot.role != "serve":
             for field in ("url", "port"):
                 if getattr(backend, field) is not None:

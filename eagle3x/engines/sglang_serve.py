@@ -36,6 +36,8 @@ AS_IT_IS = "unquant"
 """Of `speculative_draft_model_quantization`: the drafter as its checkpoint has it."""
 PAGE = 128
 """Tokens of the largest page of a KV cache that an attention backend wants; SGLang cuts its cache to whole pages."""
+HIGHEST_PORT = 55535
+"""0.5.14 derives a port 10,000 above its own, used or not, and does not start if there is none (server_args.py)."""
 DRAFT_ROOM = 256
 """Tokens of KV cache for each request's drafts, whether it speculates or not: both sides have the same cache."""
 
@@ -116,6 +118,7 @@ def serve(
             env={**ENVIRONMENT, **launch.environment},
             timeout=launch.timeout,
             port=launch.port,
+            highest_port=HIGHEST_PORT,
             wanted=wanted,
         ),
         GenerateDialect(launch.target, speculation, metrics=True),
