@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 from eagle3x.capture import CaptureError, Reader, native_layer_ids
 from eagle3x.engines import interpreter
 from eagle3x.engines.attached import AttachedServer, attached_refusals
+from eagle3x.engines.captured import states_ring
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.interpreter import EngineInterpreter
 from eagle3x.engines.known_answer_check import LONGEST, check_known_answer
-from eagle3x.engines.resolved import (
-    DTYPE_BYTES,
-    both_fit,
-    quantization_argument,
-    reported_quantization,
-    resolved_dtype,
-)
-from eagle3x.engines.scratch import ScratchFolder
+from eagle3x.engines.resolved import both_fit, quantization_argument, reported_quantization, resolved_dtype
 from eagle3x.engines.servers import Servers
 from eagle3x.engines.sglang_arguments import (
     CPU_DRAFTS_SINCE,
@@ -39,7 +33,7 @@ from eagle3x.engines.sglang_arguments import (
 )
 from eagle3x.engines.sglang_attach import attach, attached_identity, reported
 from eagle3x.engines.sglang_models import only_models
-from eagle3x.engines.sglang_offline import FILES_ALIVE, Capture, OfflineSglang
+from eagle3x.engines.sglang_offline import OfflineSglang, capture_environment
 from eagle3x.engines.sglang_report import read
 from eagle3x.engines.sglang_serve import Launch, serve
 from eagle3x.progress import log
@@ -50,6 +44,7 @@ if TYPE_CHECKING:
     from eagle3x.config import Hardware
     from eagle3x.engines.base import DrafterPlan, Endpoint
     from eagle3x.engines.config import Job, Slot
+    from eagle3x.engines.inside.states_ring import RingReader
     from eagle3x.engines.server_endpoint import ServerEndpoint
     from eagle3x.targets import Target
 
@@ -187,7 +182,7 @@ class SglangEngine:
         self._slot, self._target, self._hardware, self._job, self._found = slot, target, hardware, job, found
         self._offline: OfflineSglang | None = None
         self._offline_for: str | tuple[int, ...] = ""
-        self._scratch: ScratchFolder | None = None
+        self._ring: RingReader | None = None
         self.can_serve_both = slot.backend.port is None and both_fit(slot, target, hardware)
         self.can_serve_plain = True
         self._passed = False
@@ -217,7 +212,9 @@ class SglangEngine:
             if not 0 < len(sample.token_ids) <= self._job.longest:
                 raise EagleError(f"{sample.id}: {len(sample.token_ids)} tokens, should be 1 to {self._job.longest}")
         if samples:
-            yield from self._worker(tuple(boundaries)).capture(samples)
+            worker = self._worker(tuple(boundaries))
+            assert self._ring is not None
+            yield from worker.capture(samples, len(boundaries), self._ring)
 
     def serve(self, drafter: Path | None, speculation: Speculation | None) -> Endpoint:
         """Serve the target through SGLang's HTTP server, with the exported drafter in directory `drafter` if given.
@@ -281,18 +278,16 @@ class SglangEngine:
         slot, target, hardware, longest = self._slot, self._target, self._hardware, self._job.longest
         identity = SglangAdapter().identity(slot, target, hardware)
         asked = arguments(slot, target, hardware, identity["attention"], longest)
-        capture = None
+        variables = self._environment(target)
         if isinstance(purpose, tuple):
-            ids = tuple(self.native_layer_ids(purpose))
+            ids = self.native_layer_ids(purpose)
             tokens = max(longest, asked["chunked_prefill_size"], asked["max_prefill_tokens"])
-            size = tokens * (len(ids) + 1) * target.hidden_size * DTYPE_BYTES[identity["dtype"]]
-            self._scratch = ScratchFolder(FILES_ALIVE * size, "chunked_prefill_size and max_prefill_tokens")
-            capture = Capture(ids, self._scratch.path, tokens)
+            fewer = "chunked_prefill_size and max_prefill_tokens"
+            self._ring = states_ring(tokens, len(ids) + 1, target.hidden_size, identity["dtype"], fewer)
             asked["disable_cuda_graph"] = True  # a replayed graph runs no hook
+            variables |= capture_environment(ids, self._ring)
         name = "sglang-generate.log" if purpose == GENERATING else "sglang-capture.log"
-        self._offline = OfflineSglang(
-            self._found.python, asked, self._environment(target), self._job.logs / name, capture
-        )
+        self._offline = OfflineSglang(self._found.python, asked, variables, self._job.logs / name)
         self._offline_for = purpose
         _require_honoured(self._offline.info, asked, identity, reported_quantization(slot, target, hardware))
         return self._offline
@@ -305,9 +300,9 @@ class SglangEngine:
         if self._offline is not None:
             self._offline.__exit__(None, None, None)
             self._offline = None
-        if self._scratch is not None:
-            self._scratch.remove()
-            self._scratch = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
     def __enter__(self) -> Self:
         return self

@@ -1,50 +1,29 @@
-"""SGLang without a server: generating text and capturing states, in a worker process of SGLang's own environment.
-
-SGLang writes the states of one forward as one safetensors file into a scratch folder (shared memory, if it has the
-room; docs/sglang.md). The reader maps it, and removes it. The worker gives the engine no more while too many wait.
-"""
+"""SGLang without a server: generating text and capturing states, in a worker process of SGLang's own environment."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from eagle3x.engines.captured import captured
 from eagle3x.engines.child import Worker
 from eagle3x.engines.inside.sglang_capture.order import VARIABLE, CaptureOrder
-from eagle3x.engines.sglang_states import StatesReader
 from eagle3x.progress import log
 from eagle3x.types import Completion, HiddenStates, Request, Timing, TokenSample
+
+if TYPE_CHECKING:
+    from eagle3x.engines.inside.states_ring import RingReader
 
 INSIDE = Path(__file__).parent / "inside"
 """What runs in SGLang's environment. A folder of its own: beside it lies sglang.py, which must not be SGLang to
 anyone."""
 PACKAGE = "sglang_capture"
 """The package in it that has SGLang's models, capturing."""
-PREFIX = "eagle3x-states-"
-"""What the ids of requests whose states are wanted begin with; SGLang's own warm-up has other ids."""
-FORWARDS_AHEAD = 2
-"""Tokens given to the engine beforehand, in units of its largest forward."""
-FILES_ALIVE = 8
-"""Forwards whose states can exist at once: waiting, being written, mapped by the reader."""
-
-
-@dataclass(frozen=True)
-class Capture:
-    """States that a worker is to capture: at SGLang's `layer_ids`, into `folder`, at most `tokens` in one forward."""
-
-    layer_ids: tuple[int, ...]
-    folder: Path
-    tokens: int
-
-    def environment(self) -> dict[str, str]:
-        """What makes SGLang's models capture them."""
-        order = CaptureOrder(self.layer_ids, self.folder, PREFIX)
-        return {VARIABLE: order.to_json(), "SGLANG_EXTERNAL_MODEL_PACKAGE": PACKAGE}
 
 
 class OfflineSglang:
@@ -54,24 +33,18 @@ class OfflineSglang:
     """
 
     def __init__(
-        self,
-        python: Path,
-        arguments: Mapping[str, Any],
-        environment: Mapping[str, str],
-        logfile: Path,
-        capture: Capture | None = None,
+        self, python: Path, arguments: Mapping[str, Any], environment: Mapping[str, str], logfile: Path
     ) -> None:
-        """Start and load; with `capture` for states, without for text.
+        """Start and load.
 
         Raises:
             EagleError: SGLang could not load. EngineDied: it ended. The message has the end of its log.
         """
         path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
-        self._capture = capture
         self._worker = Worker(
             [str(python), str(INSIDE / "sglang_worker.py")],
             logfile,
-            {**environment, **(capture.environment() if capture else {}), "PYTHONPATH": path},
+            {**environment, "PYTHONPATH": path},
         )
         try:
             started = time.monotonic()
@@ -89,21 +62,12 @@ class OfflineSglang:
             answer = reply["completion"]
             yield Completion(answer["id"], tuple(answer["token_ids"]), answer["finish"], Timing(*answer["timing"]))
 
-    def capture(self, samples: Sequence[TokenSample]) -> Iterator[HiddenStates]:
-        """States of each sample, in the order in which they became complete."""
-        assert self._capture is not None, "this worker was loaded for text"
-        reader = StatesReader(self._capture.folder, PREFIX, samples)
-        message = {
-            "op": "capture",
-            "samples": [{"id": sample.id, "token_ids": sample.token_ids} for sample in samples],
-            "folder": str(self._capture.folder),
-            "prefix": PREFIX,
-            "tokens_ahead": FORWARDS_AHEAD * self._capture.tokens,
-        }
-        for _ in self._worker.request(message):
-            yield from reader.written()
-        yield from reader.written()
-        reader.finish()
+    def capture(self, samples: Sequence[TokenSample], boundaries: int, ring: RingReader) -> Iterator[HiddenStates]:
+        """States of each sample, in memory of `ring`, which the worker was loaded with (`capture_environment`).
+
+        The last hidden state is the one after the final norm.
+        """
+        return captured(self._worker, ring, samples, boundaries, "post_norm")
 
     def __enter__(self) -> Self:
         return self
@@ -112,3 +76,9 @@ class OfflineSglang:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._worker.stop()
+
+
+def capture_environment(layer_ids: Sequence[int], ring: RingReader) -> dict[str, str]:
+    """Environment variables that make SGLang's models capture at these layers into `ring`."""
+    order = CaptureOrder(tuple(layer_ids), ring.path)
+    return {VARIABLE: order.to_json(), "SGLANG_EXTERNAL_MODEL_PACKAGE": PACKAGE}

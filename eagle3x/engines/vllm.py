@@ -14,6 +14,7 @@ from eagle3x.capture import Reader, native_layer_ids
 from eagle3x.engines import interpreter
 from eagle3x.engines.attached import AttachedServer, attached_refusals
 from eagle3x.engines.base import chains_only
+from eagle3x.engines.captured import states_ring
 from eagle3x.engines.gpus import compute_capability
 from eagle3x.engines.interpreter import EngineInterpreter
 from eagle3x.engines.known_answer_check import LONGEST, check_known_answer
@@ -30,7 +31,7 @@ from eagle3x.engines.vllm_arguments import (
     resolved_runner,
 )
 from eagle3x.engines.vllm_attach import attach, attached_version
-from eagle3x.engines.vllm_offline import OfflineVllm, capture_arguments, states_ring
+from eagle3x.engines.vllm_offline import OfflineVllm, capture_arguments
 from eagle3x.engines.vllm_serve import Launch, capacity, serve
 from eagle3x.progress import log
 from eagle3x.types import Completion, ConfigError, EagleError, HiddenStates, Request, TokenSample
@@ -262,8 +263,9 @@ class VllmEngine:
             last = target.num_blocks  # its states before the final norm: the last hidden state
             ids = [*self.native_layer_ids(purpose), *([last] if purpose[-1] != last else [])]
             batch = slot.backend.engine_args.get("max_num_batched_tokens", BATCH_TOKENS[hardware.device])
-            self._ring = states_ring(longest, batch, len(ids), target.hidden_size, identity["dtype"])
-            asked |= capture_arguments(ids, self._ring, longest, batch)
+            step, fewer = max(longest, batch), "max_num_batched_tokens"
+            self._ring = states_ring(step, len(ids), target.hidden_size, identity["dtype"], fewer)
+            asked |= capture_arguments(ids, self._ring, step)
         variables = environment(slot, target, hardware, longest, self._found.python)
         name = "vllm-generate.log" if purpose == GENERATING else "vllm-capture.log"
         self._offline = OfflineVllm(self._found.python, asked, variables, self._job.logs / name)

@@ -30,7 +30,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     said = finish(job, 1)
     assert "SIGKILL" in said
     assert "vllm-generate.log and ends:" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert workplace.made() == {"prompts"}
 
     job = workplace.start(*VLLM)
@@ -38,7 +38,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     said = finish(job, 1)
     assert re.search(r"responses: [1-9]\d* of \d+ are there from an earlier attempt", said)
     assert "vllm-capture.log" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert workplace.made() == {"prompts", "responses"}
 
     job = workplace.start(*VLLM)
@@ -46,7 +46,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     below = kill_engine(job, "vllm_server.py", acceptance)
     said = finish(job, 1)
     assert "vllm-serve-drafter.log" in said
-    nothing_left(below, job)
+    nothing_left(below)
     port = re.search(r"http://127\.0\.0\.1:(\d+)", said)
     assert port is not None
     assert workplace.made() == {"prompts", "responses", "hidden_states", "drafter", "export"}

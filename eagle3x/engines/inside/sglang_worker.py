@@ -1,12 +1,13 @@
 """The offline engine's side of `eagle3x.engines.sglang_offline`: SGLang in a process of its own, told what to do by
 lines.
 
-Runs in SGLang's environment, as a script: imports SGLang and the standard library only. A message is a line of JSON on
-stdin, its answers are lines of JSON on the descriptor that EAGLE3X_REPLY_FD names (1 and 2 are the log):
+Runs in SGLang's environment, as a script: imports SGLang, what lies beside it, and the standard library only. A message
+is a line of JSON on stdin, its answers are lines of JSON on the descriptor that EAGLE3X_REPLY_FD names (1 and 2 are the
+log):
 
     {"op": "load", "arguments": {...}}                         -> {"info": {...}}
     {"op": "generate", "requests": [...], "stop": [id, ...]}   -> {"completion": {...}} in order of completion
-    {"op": "capture", "samples": [...], "folder": ..., ...}    -> {"captured": id} in order of completion
+    {"op": "capture", "samples": [[token id, ...], ...]}       -> nothing: the states are in memory (`states_ring.py`)
 
 each followed by {"done": true}, or {"error": ...} instead.
 """
@@ -19,14 +20,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any, TextIO
+
+from sglang_capture.order import PREFIX
 
 BATCHES_AHEAD = 2
 """Requests given to the engine beforehand, in units of its largest batch."""
-UNREAD_FILES = 4
-"""Forwards whose states may wait for their reader: no sample is given to the engine while more do."""
-PAUSE_SECONDS = 0.002
 
 
 class Offline:
@@ -60,60 +59,37 @@ class Offline:
             said = {"id": request["id"], "token_ids": answered["output_ids"], "finish": finish}
             return {"completion": {**said, "timing": [start, end, end]}}
 
-        yield from self._answers(iter(requests), answer, lambda waiting: len(waiting) < self.ahead)
+        yield from self._answers(iter(requests), answer)
 
-    def capture(
-        self, samples: list[dict[str, Any]], folder: Path, prefix: str, tokens_ahead: int
-    ) -> Iterator[dict[str, Any]]:
-        """Let the engine read each; its states are in the folder when its id is named here.
+    def capture(self, samples: list[list[int]]) -> None:
+        """Let the engine read each. It waits while all of the memory waits for its reader."""
 
-        tokens_ahead: tokens of the samples that are with the engine at one time, at least one sample.
-        """
-
-        async def read(sample: dict[str, Any]) -> dict[str, Any]:
+        async def read(numbered: tuple[int, list[int]]) -> None:
+            number, token_ids = numbered
             answered = await self.engine.async_generate(
-                input_ids=sample["token_ids"],
-                rid=prefix + sample["id"],
+                input_ids=token_ids,
+                rid=f"{PREFIX}{number}",
                 sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             )
-            finished(answered, sample["id"])
-            return {"captured": sample["id"]}
+            finished(answered, f"sample {number}")
 
-        def room(waiting: dict[asyncio.Task[Any], dict[str, Any]]) -> bool:
-            if sum(len(sample["token_ids"]) for sample in waiting.values()) >= tokens_ahead:
-                return False
-            while not waiting and unread(folder):
-                time.sleep(PAUSE_SECONDS)
-            return not unread(folder)
+        for _ in self._answers(enumerate(samples), read):
+            pass
 
-        yield from self._answers(iter(samples), read, room)
-
-    def _answers(
-        self,
-        items: Iterator[dict[str, Any]],
-        ask: Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]],
-        room: Callable[[dict[asyncio.Task[Any], dict[str, Any]]], bool],
-    ) -> Iterator[dict[str, Any]]:
-        """Give the engine its items while there is room, and yield each answer when it comes."""
+    def _answers(self, items: Iterator[Any], ask: Callable[[Any], Coroutine[Any, Any, Any]]) -> Iterator[Any]:
+        """Give the engine its items little by little, and yield each answer when it comes."""
         loop, more = self.engine.loop, True
-        waiting: dict[asyncio.Task[Any], dict[str, Any]] = {}
+        waiting: set[asyncio.Task[Any]] = set()
         while more or waiting:
-            while more and room(waiting):
+            while more and len(waiting) < self.ahead:
                 item = next(items, None)
                 if item is None:
                     more = False
                 else:
-                    waiting[loop.create_task(ask(item))] = item
+                    waiting.add(loop.create_task(ask(item)))
             if waiting:
-                done, _ = loop.run_until_complete(asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
-                for task in done:
-                    del waiting[task]
-                    yield task.result()
-
-
-def unread(folder: Path) -> bool:
-    """Whether as many files wait for their reader as may."""
-    return sum(1 for _ in folder.glob("*.safetensors")) >= UNREAD_FILES
+                done, waiting = loop.run_until_complete(asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
+                yield from (task.result() for task in done)
 
 
 def finished(answered: dict[str, Any], request: str) -> str:
@@ -144,9 +120,7 @@ def main() -> None:
                 for reply in offline.generate(message["requests"], message["stop"]):
                     say(replies, reply)
             elif message["op"] == "capture":
-                folder, prefix, ahead = Path(message["folder"]), message["prefix"], message["tokens_ahead"]
-                for reply in offline.capture(message["samples"], folder, prefix, ahead):
-                    say(replies, reply)
+                offline.capture(message["samples"])
             else:
                 raise RuntimeError(f"unknown op {message['op']}")
         except Exception as error:

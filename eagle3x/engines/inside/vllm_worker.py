@@ -3,9 +3,9 @@
 Runs in vLLM's environment, as a script: imports vLLM and the standard library only. A message is a line of JSON on
 stdin, its answers are lines of JSON on the descriptor that EAGLE3X_REPLY_FD names (1 and 2 are the log):
 
-    {"op": "load", "arguments": {...}}        -> {"report": {...}}
-    {"op": "generate", "requests": [...]}     -> {"completion": {...}} in order of completion
-    {"op": "capture", "samples": [...]}       -> {"place": ..., "rows": [[id, first row, tokens], ...]} per engine step
+    {"op": "load", "arguments": {...}}                     -> {"report": {...}}
+    {"op": "generate", "requests": [...]}                  -> {"completion": {...}} in order of completion
+    {"op": "capture", "samples": [[token id, ...], ...]}   -> nothing: the states are in memory (`states_ring.py`)
 
 each followed by {"done": true}, or {"error": ...} instead.
 """
@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 BATCHES_AHEAD = 2
@@ -61,44 +61,37 @@ class Offline:
             started[request["id"]] = time.perf_counter()
             self.engine.add_request(request["id"], {"prompt_token_ids": request["prompt_ids"]}, params)
 
-        for finished in self._steps(requests, add):
+        for finished in self._steps(iter(requests), add):
             end = time.perf_counter()
             for output in finished:
                 answer, start = output.outputs[0], started.pop(output.request_id)
                 reply = {"id": output.request_id, "token_ids": list(answer.token_ids), "finish": answer.finish_reason}
                 yield {"completion": {**reply, "timing": [start, end, end]}}
 
-    def capture(self, samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Where in the ring the states of each are, or will be in a moment."""
+    def capture(self, samples: list[list[int]]) -> None:
+        """Let the engine read each. It waits while all of the memory waits for its reader."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        def add(numbered: tuple[int, list[int]]) -> None:
+            number, token_ids = numbered
+            params = SamplingParams(
+                max_tokens=1,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"kv_transfer_params": {"sample": number}},  # the connector reads it
+            )
+            self.engine.add_request(f"states-{number}", {"prompt_token_ids": token_ids}, params)
 
-        def add(sample: dict[str, Any]) -> None:
-            self.engine.add_request(sample["id"], {"prompt_token_ids": sample["token_ids"]}, params.clone())
+        for _ in self._steps(enumerate(samples), add):
+            pass
 
-        expected: dict[int, int] = {}
-        for finished in self._steps(samples, add):
-            steps: dict[int, list[Any]] = {}
-            for output in finished:
-                found = output.kv_transfer_params
-                if found is None:
-                    raise RuntimeError(f"vLLM answered {output.request_id} without saying where its states are")
-                steps.setdefault(found["place"], []).append([output.request_id, found["start"], found["tokens"]])
-                expected[found["place"]] = found["samples"]
-            for place, rows in steps.items():  # all of them at once: the place is given back when they were read
-                if len(rows) != expected[place]:
-                    raise RuntimeError(f"{len(rows)} of a step's {expected[place]} samples finished with it")
-                yield {"place": place, "rows": rows}
-
-    def _steps(self, items: list[dict[str, Any]], add: Any) -> Iterator[list[Any]]:
+    def _steps(self, items: Iterator[Any], add: Callable[[Any], None]) -> Iterator[list[Any]]:
         """Give the engine its requests little by little, and yield what each of its steps finishes."""
-        waiting = iter(items)
         unfinished, more = 0, True
         while more or unfinished:
             while more and unfinished < self.ahead:
-                item = next(waiting, None)
+                item = next(items, None)
                 if item is None:
                     more = False
                 else:
@@ -125,8 +118,7 @@ def main() -> None:
                 for reply in offline.generate(message["requests"]):
                     say(replies, reply)
             elif message["op"] == "capture":
-                for reply in offline.capture(message["samples"]):
-                    say(replies, reply)
+                offline.capture(message["samples"])
             else:
                 raise RuntimeError(f"unknown op {message['op']}")
         except Exception as error:
