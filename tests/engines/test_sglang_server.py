@@ -271,17 +271,17 @@ def test_what_differs_from_what_was_asked(speculating: ServerEndpoint, launch: L
     """What the real server says of itself, compared with what it was not asked."""
     info = json.loads(speculating.get("/server_info"))
     assert differences(launch, info, known.drafter_dir, CHAIN) == []
-    arguments = {**launch.arguments, "dtype": "bfloat16", "context_length": 1024, "no_such": 1}
+    arguments = {**launch.arguments, "dtype": "bfloat16", "context_length": 1024, "no_such": 1, "quantization": "fp8"}
     other = replace(launch, attention="torch_native", quantization="fp8", arguments=arguments)
     assert differences(other, info, None, None) == [
         "attention: asked ['torch_native'], serves with ['intel_amx']",
         "quantization: asked fp8, serves with None",
-        "algorithm: asked None, serves with EAGLE3",
-        f"drafter: asked None, serves with {known.drafter_dir}",
-        f"speculation: asked None, serves with {CHAIN}",
         "dtype: asked bfloat16, serves with float32",
         "context_length: asked 1024, serves with 512",
         "no_such: asked 1, serves with nothing of that name",
+        "algorithm: asked None, serves with EAGLE3",
+        f"drafter: asked None, serves with {known.drafter_dir}",
+        f"speculation: asked None, serves with {CHAIN}",
     ]
     with pytest.raises(EagleError, match="/server_info lacks 'version'"):
         sglang_report.read({k: v for k, v in info.items() if k != "version"})
