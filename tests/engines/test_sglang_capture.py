@@ -22,7 +22,7 @@ from eagle3x.engines.captured import Assembly
 from eagle3x.engines.inside.sglang_capture.order import PREFIX
 from eagle3x.engines.inside.states_ring import RingReader, Step
 from eagle3x.engines.interpreter import find
-from eagle3x.engines.sglang_offline import capture_environment
+from eagle3x.engines.sglang_arguments import capture_environment
 from eagle3x.targets import Target
 from eagle3x.types import HiddenStates, TokenSample
 
@@ -71,7 +71,7 @@ def prefill(
     batch = [["unwanted", [7, 8, 9, 10], 24]] + [[f"{PREFIX}{i}", list(s.token_ids), 1] for i, s in enumerate(asked)]
     ring = RingReader(FORWARDS, CPU["max_total_tokens"] * 6 * target.hidden_size * 4)
     environment = {
-        **capture_environment(ids, ring),
+        **capture_environment(ids, ring.path),
         "PYTHONPATH": str(PROJECT / "eagle3x" / "engines" / "inside"),
         "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",  # on cores that others use as well, two threads wait for each other

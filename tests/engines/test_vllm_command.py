@@ -69,7 +69,7 @@ def test_vllm_serves_what_transformers_wrote_and_ids_written_by_hand_are_called_
     """Raw ids plus one, as people write them for an engine that counts otherwise."""
     mix = ("backend@serve.backend=vllm", "serve.backend.batch_size=2", "serve.capture=plus_one")
     said = workplace.run(*mix, "benchmark.timing=false")
-    assert "vLLM loaded" not in said  # no worker: transformers wrote and captured
+    assert "vLLM 0.32.0 loaded" not in said  # no worker: transformers wrote and captured
     cell = workplace.cell()
     assert (cell["engine"]["engine"], cell["engine"]["version"]) == ("vllm", "0.32.0")
     assert cell["mismatched"]
@@ -79,7 +79,7 @@ def test_vllm_serves_what_transformers_wrote_and_ids_written_by_hand_are_called_
 
 def test_vllm_writes_the_text_only(workplace: Workplace) -> None:
     said = workplace.run("backend@generate.backend=vllm", "generate.backend.batch_size=2")
-    assert "vLLM loaded" in said or "responses: reused" in said  # the text of the first test here is the same
+    assert "vLLM 0.32.0 loaded" in said or "responses: reused" in said  # the text of the first test here is the same
     assert "capture probe: matched, boundaries [1, 2, 4] and the post_norm" in said  # transformers' states
     cell = workplace.cell()
     assert cell["engine"]["engine"] == "transformers"

@@ -1,27 +1,13 @@
-"""The offline engine's side of `eagle3x.engines.sglang_offline`: SGLang in a process of its own, told what to do by
-lines.
-
-Runs in SGLang's environment, as a script: imports SGLang, what lies beside it, and the standard library only. A message
-is a line of JSON on stdin, its answers are lines of JSON on the descriptor that EAGLE3X_REPLY_FD names (1 and 2 are the
-log):
-
-    {"op": "load", "arguments": {...}}                         -> {"info": {...}}
-    {"op": "generate", "requests": [...], "stop": [id, ...]}   -> {"completion": {...}} in order of completion
-    {"op": "capture", "samples": [[token id, ...], ...]}       -> nothing: the states are in memory (`states_ring.py`)
-
-each followed by {"done": true}, or {"error": ...} instead.
-"""
+"""SGLang without a server, in a process of its own. Runs in SGLang's environment, as a script: `obey.py` says how."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TextIO
+from typing import Any
 
+from obey import obey
 from sglang_capture.order import PREFIX
 
 BATCHES_AHEAD = 2
@@ -34,15 +20,19 @@ class Offline:
     def __init__(self, arguments: dict[str, Any]) -> None:
         import sglang
 
-        self.engine = sglang.Engine(**arguments)
-        self.ahead = BATCHES_AHEAD * arguments["max_running_requests"]
+        self._engine = sglang.Engine(**arguments)
+        self._ahead = BATCHES_AHEAD * arguments["max_running_requests"]
+
+    def report(self) -> dict[str, Any]:
+        """As /server_info of a server."""
+        return self._engine.get_server_info()
 
     def generate(self, requests: list[dict[str, Any]], stop: list[int]) -> Iterator[dict[str, Any]]:
-        """Answer each. Nothing is streamed, so the first token's time is that of the whole answer."""
+        """Answer each."""
 
         async def answer(request: dict[str, Any]) -> dict[str, Any]:
             start = time.perf_counter()
-            answered = await self.engine.async_generate(
+            answered = await self._engine.async_generate(
                 input_ids=request["prompt_ids"],
                 rid=request["id"],
                 sampling_params={
@@ -56,17 +46,17 @@ class Offline:
             )
             end = time.perf_counter()
             finish = finished(answered, request["id"])
-            said = {"id": request["id"], "token_ids": answered["output_ids"], "finish": finish}
-            return {"completion": {**said, "timing": [start, end, end]}}
+            reply = {"id": request["id"], "token_ids": answered["output_ids"], "finish": finish}
+            return {**reply, "timing": [start, end, end]}
 
         yield from self._answers(iter(requests), answer)
 
     def capture(self, samples: list[list[int]]) -> None:
-        """Let the engine read each. It waits while all of the memory waits for its reader."""
+        """Let the engine read each."""
 
         async def read(numbered: tuple[int, list[int]]) -> None:
             number, token_ids = numbered
-            answered = await self.engine.async_generate(
+            answered = await self._engine.async_generate(
                 input_ids=token_ids,
                 rid=f"{PREFIX}{number}",
                 sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
@@ -76,12 +66,16 @@ class Offline:
         for _ in self._answers(enumerate(samples), read):
             pass
 
+    def close(self) -> None:
+        """End SGLang's processes."""
+        self._engine.shutdown()
+
     def _answers(self, items: Iterator[Any], ask: Callable[[Any], Coroutine[Any, Any, Any]]) -> Iterator[Any]:
         """Give the engine its items little by little, and yield each answer when it comes."""
-        loop, more = self.engine.loop, True
+        loop, more = self._engine.loop, True
         waiting: set[asyncio.Task[Any]] = set()
         while more or waiting:
-            while more and len(waiting) < self.ahead:
+            while more and len(waiting) < self._ahead:
                 item = next(items, None)
                 if item is None:
                     more = False
@@ -104,38 +98,5 @@ def finished(answered: dict[str, Any], request: str) -> str:
     return reason["type"]
 
 
-def main() -> None:
-    """Obey until stdin ends."""
-    replies = os.fdopen(int(os.environ["EAGLE3X_REPLY_FD"]), "w", buffering=1)
-    offline: Offline | None = None
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            if message["op"] == "load":
-                offline = Offline(message["arguments"])
-                say(replies, {"info": offline.engine.get_server_info()})
-            elif offline is None:
-                raise RuntimeError("load comes first")
-            elif message["op"] == "generate":
-                for reply in offline.generate(message["requests"], message["stop"]):
-                    say(replies, reply)
-            elif message["op"] == "capture":
-                offline.capture(message["samples"])
-            else:
-                raise RuntimeError(f"unknown op {message['op']}")
-        except Exception as error:
-            say(replies, {"error": f"{type(error).__name__}: {error}"})
-            raise  # with the trace in the log: an engine that failed once is not used again
-        say(replies, {"done": True})
-    if offline is not None:
-        offline.engine.shutdown()
-
-
-def say(replies: TextIO, reply: dict[str, Any]) -> None:
-    """One line. What JSON has no type for, in what SGLang says of itself, is written as text."""
-    replies.write(json.dumps(reply, default=str) + "\n")
-    replies.flush()
-
-
 if __name__ == "__main__":
-    main()
+    obey(Offline)
