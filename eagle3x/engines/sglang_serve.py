@@ -17,7 +17,7 @@ from eagle3x.engines.flags import flags
 from eagle3x.engines.ports import LOOPBACK
 from eagle3x.engines.server import Server
 from eagle3x.engines.server_endpoint import ServerEndpoint
-from eagle3x.engines.sglang_report import ALGORITHM, read
+from eagle3x.engines.sglang_report import ALGORITHM, Asked, compared, read
 from eagle3x.engines.sglang_stream import GenerateDialect
 from eagle3x.types import EagleError
 
@@ -185,21 +185,11 @@ def differences(
 ) -> list[str]:
     """Where the server does not run as it was asked to; `info` is the JSON of its /server_info."""
     reported = read(info)
-    asked: dict[str, tuple[Any, Any]] = {
-        "version": (launch.interpreter.version.split("+")[0], reported.version.split("+")[0]),
-        "attention": ([launch.attention], sorted(reported.attention)),
-        "quantization": (launch.quantization, reported.quantization),
-        "tokens of KV cache (a smaller backend.batch_size needs fewer)": (
-            launch.arguments["max_total_tokens"],
-            reported.kv_tokens,
-        ),
+    asked = {
+        **compared(Asked(launch.interpreter.version, launch.attention, launch.quantization, launch.arguments), info),
         "algorithm": (None if drafter is None else ALGORITHM, reported.algorithm),
         "drafter": (None if drafter is None else str(drafter), reported.drafter),
         "drafter's quantization": (None, reported.drafter_quantization),
         "speculation": (speculation, reported.speculation),
     }
-    for name, value in launch.arguments.items():
-        # Of the backends that prefill and decode can have of their own, SGLang may report both as the one for all.
-        if not name.endswith("attention_backend"):
-            asked[name] = (value, info.get(name, "nothing of that name"))
     return [f"{name}: asked {value}, serves with {found}" for name, (value, found) in asked.items() if value != found]
