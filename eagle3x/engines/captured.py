@@ -2,11 +2,11 @@
 
 The engine leaves the states of each of its steps in shared memory (`inside/states_ring.py`) and pauses while all of
 that waits to be read here. A step has rows of many samples, and a long sample can have rows in many steps (chunked
-prefill). Shapes: N tokens of one step, S states of a token (A boundaries, and the last hidden state as the last of
-them), H hidden size, T tokens of one sample.
+prefill). Shapes: N tokens of one step, A boundaries, H hidden size, T tokens of one sample.
 
 A step's `rows`: [[number of the sample, its first row here, that row's position in the sample, how many], ...]. Its
-tensors: states [N, S, H], and the token ids [N] where it is the engine's worker that knows which ones it computed.
+tensors: aux [N, A*H] and last [N, H], as shards have them, so that nothing is rearranged on a CPU; and the token ids
+[N] where it is the engine's worker that knows which ones it computed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ POLL_SECONDS = 0.001
 GIB = 1024**3
 
 
-def states_ring(step_tokens: int, states: int, hidden_size: int, dtype: str, fewer: str) -> RingReader:
-    """Memory for an engine's steps of at most `step_tokens` tokens, each with `states` vectors.
+def states_ring(step_tokens: int, boundaries: int, hidden_size: int, dtype: str, fewer: str) -> RingReader:
+    """Memory for an engine's steps of at most `step_tokens` tokens, each with states at `boundaries` and the last one.
 
     Raises:
         EagleError: the machine has not that much; `fewer` is the engine argument that makes the steps smaller.
     """
     from eagle3x.engines.inside.states_ring import RingReader
 
-    step = step_tokens * (states * hidden_size * DTYPE_BYTES[dtype] + ROW_BYTES)
+    step = step_tokens * ((boundaries + 1) * hidden_size * DTYPE_BYTES[dtype] + ROW_BYTES)
     free = available_memory()
     if STEPS_ALIVE * step > free:
         raise EagleError(
@@ -62,14 +62,14 @@ def available_memory() -> int:
 
 
 def captured(
-    worker: Worker, ring: RingReader, samples: Sequence[TokenSample], boundaries: int, last_norm: LastNorm
+    worker: Worker, ring: RingReader, samples: Sequence[TokenSample], last_norm: LastNorm
 ) -> Iterator[HiddenStates]:
     """Have `worker`, whose engine writes to `ring`, capture `samples`; yields each when it is complete.
 
     Raises:
         EagleError: the engine failed, or left states out (`Assembly`). EngineDied: it ended; with the end of its log.
     """
-    assembly = Assembly(samples, boundaries, last_norm)
+    assembly = Assembly(samples, last_norm)
     replies = worker.request({"op": "capture", "samples": [sample.token_ids for sample in samples]})
     try:
         while not worker.answered(POLL_SECONDS):
@@ -89,9 +89,8 @@ def captured(
 class Assembly:
     """Puts `samples` together; row `number` of a step is of `samples[number]`."""
 
-    def __init__(self, samples: Sequence[TokenSample], boundaries: int, last_norm: LastNorm) -> None:
+    def __init__(self, samples: Sequence[TokenSample], last_norm: LastNorm) -> None:
         self._samples = [_Sample(sample) for sample in samples]
-        self._boundaries = boundaries
         self._last_norm: LastNorm = last_norm
 
     def completed(self, steps: Iterator[Step]) -> Iterator[HiddenStates]:
@@ -101,19 +100,18 @@ class Assembly:
             EagleError: a token with two states, or other tokens than those of the sample: a request that was restarted.
         """
         for step in steps:
-            states_NSH, *ids = step.tensors
+            aux, last, *ids = step.tensors
             token_ids = ids[0].tolist() if ids else None
             for number, first, position, length in step.rows:
                 sample = self._samples[number]
                 if position >= len(sample.given.token_ids):
                     continue  # a prefill that shares its step with decoding: a token that the engine wrote itself
                 rows = slice(first, first + length)
-                sample.add(position, length, states_NSH[rows], None if token_ids is None else token_ids[rows])
+                sample.add(position, length, (aux[rows], last[rows]), None if token_ids is None else token_ids[rows])
                 if (states := sample.complete()) is not None:
-                    aux = states[:, : self._boundaries].flatten(1)  # [T, A*H], a view
-                    yield HiddenStates(sample.given.id, sample.given.token_ids, aux, states[:, -1], self._last_norm)
-                    del states, aux
-            del states_NSH, ids, step
+                    yield HiddenStates(sample.given.id, sample.given.token_ids, *states, self._last_norm)
+                    del states
+            del aux, last, ids, step
 
     def require_all(self) -> None:
         """The engine has read every sample, so all states must have been there.
@@ -132,17 +130,18 @@ class Assembly:
 
 @dataclass
 class _Sample:
-    """What has come of a sample: `states` [T, S, H] with `tokens` of its rows filled, those of `pieces`."""
+    """What has come of a sample: its states, aux and last, with `tokens` of their rows filled, those of `pieces`."""
 
     given: TokenSample
     tokens: int = 0
     pieces: list[tuple[int, int]] = field(default_factory=list)
-    states: Tensor | None = None
+    states: tuple[Tensor, Tensor] | None = None
 
-    def add(self, position: int, length: int, states: Tensor, token_ids: list[int] | None) -> None:
+    def add(self, position: int, length: int, states: tuple[Tensor, Tensor], token_ids: list[int] | None) -> None:
         end, wanted = position + length, self.given.token_ids
-        if len(states) != length or end > len(wanted):
-            raise EagleError(f"{self.given.id}: {len(states)} states for tokens {position} to {end} of {len(wanted)}")
+        if {len(part) for part in states} != {length} or end > len(wanted):
+            found = " and ".join(str(len(part)) for part in states)
+            raise EagleError(f"{self.given.id}: {found} states for tokens {position} to {end} of {len(wanted)}")
         if token_ids is not None and tuple(token_ids) != wanted[position:end]:
             raise EagleError(f"{self.given.id}: tokens {position} to {end} are not those of the sample")
         if any(position < other_end and other < end for other, other_end in self.pieces):
@@ -153,10 +152,12 @@ class _Sample:
             self.states = states
             return
         if self.states is None:  # copied out piece by piece: what waits for its rest must not hold the engine's memory
-            self.states = states.new_empty(len(wanted), *states.shape[1:])
-        self.states[position:end] = states
+            aux, last = states
+            self.states = aux.new_empty(len(wanted), *aux.shape[1:]), last.new_empty(len(wanted), *last.shape[1:])
+        for whole, part in zip(self.states, states, strict=True):
+            whole[position:end] = part
 
-    def complete(self) -> Tensor | None:
+    def complete(self) -> tuple[Tensor, Tensor] | None:
         """Its states, once all are there; they are given away."""
         if self.tokens < len(self.given.token_ids):
             return None

@@ -67,11 +67,11 @@ class OfflineEngine:
             answer = reply["completion"]
             yield Completion(answer["id"], tuple(answer["token_ids"]), answer["finish"], Timing(*answer["timing"]))
 
-    def capture(self, samples: Sequence[TokenSample], boundaries: int, last_norm: LastNorm) -> Iterator[HiddenStates]:
+    def capture(self, samples: Sequence[TokenSample], last_norm: LastNorm) -> Iterator[HiddenStates]:
         """States of each sample, in the order in which they become complete, in memory of the ring."""
         if self._ring is None:
             raise EagleError(f"this worker of {self._name} was loaded for text")
-        return captured(self._worker, self._ring, samples, boundaries, last_norm)
+        return captured(self._worker, self._ring, samples, last_norm)
 
     def __enter__(self) -> Self:
         return self

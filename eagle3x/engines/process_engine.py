@@ -104,7 +104,7 @@ class ProcessEngine(ABC):
             if not 0 < len(sample.token_ids) <= self._job.longest:
                 raise EagleError(f"{sample.id}: {len(sample.token_ids)} tokens, should be 1 to {self._job.longest}")
         if samples:
-            yield from self._worker(tuple(boundaries)).capture(samples, len(boundaries), self.last_norm)
+            yield from self._worker(tuple(boundaries)).capture(samples, self.last_norm)
 
     def serve(self, drafter: Path | None, speculation: Speculation | None) -> Endpoint:
         """Serve the target through the engine's own server, with the exported drafter in directory `drafter` if given.

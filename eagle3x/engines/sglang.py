@@ -65,7 +65,7 @@ class SglangEngine(ProcessEngine):
             ids = self.native_layer_ids(boundaries)
             step = max(longest, asked["chunked_prefill_size"], asked["max_prefill_tokens"])
             fewer = "chunked_prefill_size and max_prefill_tokens"
-            ring = states_ring(step, len(ids) + 1, target.hidden_size, identity["dtype"], fewer)
+            ring = states_ring(step, len(ids), target.hidden_size, identity["dtype"], fewer)
             asked["disable_cuda_graph"] = True  # a replayed graph runs no hook
             variables |= capture_environment(ids, ring.path)
         return OfflineStart("sglang_worker.py", asked, variables, ring)

@@ -60,8 +60,8 @@ class VllmEngine(ProcessEngine):
             ids = [*self.native_layer_ids(boundaries), *([last] if boundaries[-1] != last else [])]
             batch = slot.backend.engine_args.get("max_num_batched_tokens", BATCH_TOKENS[hardware.device])
             step, fewer = max(longest, batch), "max_num_batched_tokens"
-            ring = states_ring(step, len(ids), target.hidden_size, identity["dtype"], fewer)
-            asked |= capture_arguments(ids, ring.path, step)
+            ring = states_ring(step, len(boundaries), target.hidden_size, identity["dtype"], fewer)
+            asked |= capture_arguments(ids, len(boundaries), ring.path, step)
         variables = environment(slot, target, hardware, longest, self._found.python)
         # On a GPU too: its steps are driven here, one by one.
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

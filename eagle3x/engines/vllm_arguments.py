@@ -104,8 +104,11 @@ def arguments(slot: Slot, target: Target, hardware: Hardware, attention: str, lo
     return {**shared, **backend.engine_args}
 
 
-def capture_arguments(layer_ids: Sequence[int], ring: str, step_tokens: int) -> dict[str, Any]:
-    """Arguments that make vLLM capture these layers into the ring at this path: whole prompts, `step_tokens` a step."""
+def capture_arguments(layer_ids: Sequence[int], boundaries: int, ring: str, step_tokens: int) -> dict[str, Any]:
+    """Arguments that make vLLM capture these layers into the ring at this path: whole prompts, `step_tokens` a step.
+
+    The first `boundaries` of the layers are for the drafter, the last of them all is the last hidden state.
+    """
     spec = {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}
     return {
         "speculative_config": {
@@ -117,7 +120,7 @@ def capture_arguments(layer_ids: Sequence[int], ring: str, step_tokens: int) -> 
             "kv_connector": "StatesConnector",
             "kv_connector_module_path": "vllm_connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"ring": ring},
+            "kv_connector_extra_config": {"ring": ring, "boundaries": boundaries},
         },
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": step_tokens,

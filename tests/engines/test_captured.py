@@ -23,24 +23,24 @@ A, B, C = TokenSample("a", (11, 12, 13)), TokenSample("b", (21,)), TokenSample("
 Rows = list[list[int]]
 
 
-def states_of(tokens: list[int]) -> torch.Tensor:
-    """[N, 3, 2]: of token t the boundaries (t.1, t.2) and (t.3, t.4), and the last state (-t, -t)."""
-    ids = torch.tensor(tokens)[:, None]
-    return torch.cat([ids + torch.tensor([0.1, 0.2, 0.3, 0.4]), -ids, -ids], dim=1).view(-1, 3, 2)
+def states_of(tokens: list[int]) -> list[torch.Tensor]:
+    """[N, 4] and [N, 2]: of token t the boundaries (t.1, t.2) and (t.3, t.4), and the last state (-t, -t)."""
+    ids = torch.tensor(tokens)[:, None].float()
+    return [ids + torch.tensor([0.1, 0.2, 0.3, 0.4]), -ids.repeat(1, 2)]
 
 
 def step(rows: Rows, tokens: list[int]) -> Step:
-    return Step(rows, [states_of(tokens), torch.tensor(tokens)])
+    return Step(rows, [*states_of(tokens), torch.tensor(tokens)])
 
 
 def check(found: HiddenStates) -> None:
-    expected = states_of(list(found.token_ids))
-    torch.testing.assert_close(found.aux, expected[:, :2].flatten(1))
-    torch.testing.assert_close(found.last, expected[:, 2])
+    aux, last = states_of(list(found.token_ids))
+    torch.testing.assert_close(found.aux, aux)
+    torch.testing.assert_close(found.last, last)
 
 
 def assemble(samples: list[TokenSample], steps: list[Step]) -> list[HiddenStates]:
-    assembly = Assembly(samples, 2, "post_norm")
+    assembly = Assembly(samples, "post_norm")
     found = list(assembly.completed(iter(steps)))
     assembly.require_all()
     return found
@@ -62,15 +62,15 @@ def test_a_sample_that_a_step_has_whole_is_not_copied() -> None:
     whole = step([[0, 0, 0, 3]], [11, 12, 13])
     (states,) = assemble([A], [whole])
     assert states.aux.data_ptr() == whole.tensors[0].data_ptr()
-    assert states.last.untyped_storage().data_ptr() == whole.tensors[0].untyped_storage().data_ptr()
+    assert states.last.data_ptr() == whole.tensors[1].data_ptr()
 
 
 def test_a_piece_does_not_hold_the_memory_of_its_step() -> None:
-    memory = memoryview(bytearray(states_of([31, 32]).numpy().tobytes()))
-    states, freed = torch.frombuffer(memory, dtype=torch.float32).view(2, 3, 2), weakref.ref(memory)
-    steps = iter([Step([[0, 0, 0, 2]], [states])])
+    memory = memoryview(bytearray(b"".join(part.numpy().tobytes() for part in states_of([31, 32]))))
+    states, freed = torch.frombuffer(memory, dtype=torch.float32), weakref.ref(memory)
+    steps = iter([Step([[0, 0, 0, 2]], [states[:8].view(2, 4), states[8:].view(2, 2)])])
     del memory, states
-    assembly = Assembly([C], 2, "post_norm")
+    assembly = Assembly([C], "post_norm")
     assert list(assembly.completed(steps)) == []
     assert freed() is None
     (found,) = assembly.completed(iter([step([[0, 0, 2, 3]], [33, 34, 35])]))
@@ -78,7 +78,7 @@ def test_a_piece_does_not_hold_the_memory_of_its_step() -> None:
 
 
 def test_an_engine_that_does_not_say_which_tokens_it_computed() -> None:
-    (states,) = assemble([A], [Step([[0, 0, 0, 3]], [states_of([11, 12, 13])])])
+    (states,) = assemble([A], [Step([[0, 0, 0, 3]], states_of([11, 12, 13]))])
     check(states)
 
 
@@ -90,8 +90,8 @@ def test_an_engine_that_does_not_say_which_tokens_it_computed() -> None:
         ([([[0, 0, 0, 3]], [11, 13, 12])], "a: tokens 0 to 3 are not those of the sample"),
         ([([[0, 0, 0, 2]], [11, 12]), ([[0, 0, 1, 2]], [12, 13])], "a: the engine computed tokens 1 to 3 twice"),
         ([([[0, 0, 0, 3]], [11, 12, 13]), ([[0, 0, 0, 3]], [11, 12, 13])], "tokens 0 to 3 twice"),
-        ([([[0, 0, 1, 3]], [12, 13, 14])], "a: 3 states for tokens 1 to 4 of 3"),
-        ([([[0, 0, 0, 3]], [11, 12])], "a: 2 states for tokens 0 to 3 of 3"),
+        ([([[0, 0, 1, 3]], [12, 13, 14])], "a: 3 and 3 states for tokens 1 to 4 of 3"),
+        ([([[0, 0, 0, 3]], [11, 12])], "a: 2 and 2 states for tokens 0 to 3 of 3"),
     ],
 )
 def test_what_does_not_fit_is_an_error(steps: list[tuple[Rows, list[int]]], message: str) -> None:
@@ -116,7 +116,7 @@ for line in sys.stdin:
     for number, position, tokens in chunks:
         if tokens[0] == 66:
             sys.exit("out of memory")
-        ring.write(ring.take(), [[number, 0, position, len(tokens)]], [states_of(tokens), torch.tensor(tokens)])
+        ring.write(ring.take(), [[number, 0, position, len(tokens)]], [*states_of(tokens), torch.tensor(tokens)])
     print(json.dumps({{"done": True}}), file=replies)
 """
 """Two tokens a step; ends at token 66."""
@@ -139,7 +139,7 @@ def test_a_sample_may_take_more_steps_than_the_memory_has_places(ring: RingReade
     """The engine says nothing before all of it was read, and is asked again afterwards."""
     with engine(ring, tmp_path) as worker:
         for samples in ([LONG, A], [C]):
-            found = list(captured(worker, ring, samples, 2, "post_norm"))
+            found = list(captured(worker, ring, samples, "post_norm"))
             assert [states.id for states in found] == [sample.id for sample in samples]
             for states in found:
                 check(states)
@@ -147,7 +147,7 @@ def test_a_sample_may_take_more_steps_than_the_memory_has_places(ring: RingReade
 
 def test_an_engine_that_ends_while_it_captures(ring: RingReader, tmp_path: Path) -> None:
     with engine(ring, tmp_path) as worker:
-        states = captured(worker, ring, [A, TokenSample("end", (66,)), LONG], 2, "post_norm")
+        states = captured(worker, ring, [A, TokenSample("end", (66,)), LONG], "post_norm")
         check(next(states))
         with pytest.raises(EngineDied, match=r"exited with code 1[\s\S]*out of memory"):
             list(states)
@@ -156,7 +156,7 @@ def test_an_engine_that_ends_while_it_captures(ring: RingReader, tmp_path: Path)
 def test_states_that_nobody_wants_any_more_end_the_engine(ring: RingReader, tmp_path: Path) -> None:
     """They would be taken for those of the next samples."""
     with engine(ring, tmp_path) as worker:
-        states = captured(worker, ring, [A, LONG, LONG, LONG], 2, "post_norm")
+        states = captured(worker, ring, [A, LONG, LONG, LONG], "post_norm")
         next(states)
         states.close()  # type: ignore[attr-defined]  # a generator
         assert not worker.running

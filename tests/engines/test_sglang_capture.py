@@ -104,7 +104,7 @@ def test_chunked_prefill_beside_decoding(sglang_python: Path, tiny_target: Targe
     assert pieces.count(6) > 300 // 32
     # 32 less 1: the unwanted request wrote a token in that forward, and its row is nobody's.
     assert any(sum(length for *_, length in step.rows) == 31 for step in run.steps)
-    assembly = Assembly(asked, 5, "post_norm")
+    assembly = Assembly(asked, "post_norm")
     states = list(assembly.completed(iter(run.steps)))
     assembly.require_all()
     assert len(states) == len(asked)

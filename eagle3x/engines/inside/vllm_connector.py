@@ -35,11 +35,13 @@ class Step(KVConnectorMetadata):
 
 
 class StatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Store-only: nothing is ever loaded from it. `kv_connector_extra_config`: the `ring`'s path."""
+    """Store-only: nothing is ever loaded from it. `kv_connector_extra_config`: the `ring`'s path, and how many of the
+    captured states are `boundaries`; the last one captured is the last hidden state, a boundary or not."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._ring = RingWriter(self._kv_transfer_config.get_from_extra_config("ring", None))
+        self._boundaries = int(self._kv_transfer_config.get_from_extra_config("boundaries", None))
         groups = kv_cache_config.kv_cache_groups
         own = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
         if not own and len(groups) == 1:  # layers of one page size share a group, whatever they hold
@@ -106,8 +108,9 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         slots = step.slots.pin_memory() if self._cache.is_cuda else step.slots
         slots = slots.to(self._cache.device, non_blocking=True)
-        states_NSH = extract_from_kv_cache(self._cache, slots, len(slots)).contiguous()
-        self._ring.write(step.place, step.rows, [states_NSH])
+        states_NSH = extract_from_kv_cache(self._cache, slots, len(slots))
+        aux, last = states_NSH[:, : self._boundaries].flatten(1), states_NSH[:, -1].contiguous()
+        self._ring.write(step.place, step.rows, [aux, last])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""

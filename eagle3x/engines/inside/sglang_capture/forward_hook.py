@@ -1,6 +1,6 @@
 """Leaves the states of each forward in shared memory (`states_ring.py`), before SGLang answers the requests in it.
 
-Shapes: N tokens of one forward, A captured layers, S = A + 1 states of a token, H hidden size.
+Shapes: N tokens of one forward, A captured layers, H hidden size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ForwardHook:
         self._check(columns, given["input_ids"], tokens)
         ring = self._opened(on_gpu=columns[-1].is_cuda)
         slot = ring.take()
-        ring.write(slot, rows, [torch.stack(columns, dim=1), given["input_ids"].contiguous()])
+        *aux, last = columns
+        ring.write(slot, rows, [torch.cat(aux, dim=-1), last.contiguous(), given["input_ids"].contiguous()])
 
     def _opened(self, *, on_gpu: bool) -> RingWriter:
         """Not before it is needed: a model is made in a mode in which new tensors are the GPU's."""
