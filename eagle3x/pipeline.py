@@ -49,9 +49,10 @@ STAGES = {
         ("target", "quantization", "capture", "drafter", "train", "seed"),
         ("hardware",),
         "eagle3x.training.train:make",
+        version=2,
     ),
     "export": Stage(
-        ("drafter",), ("target", "capture", "serve.capture", "serve.aux_layer_ids"), (), "eagle3x.drafters.export:make"
+        ("drafter",), ("target", "serve.capture", "serve.aux_layer_ids"), (), "eagle3x.drafters.export:make", version=2
     ),
     "benchmark": Stage(
         ("export", "responses"),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.capture import trained_boundaries
 from eagle3x.data import sources
+from eagle3x.drafters import location
 from eagle3x.engines import adapter
-from eagle3x.fingerprint import fingerprint_files
 from eagle3x.identity import identity_of
 
 if TYPE_CHECKING:
@@ -51,21 +50,14 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
                 "probe_tokens": cfg.capture.probe_tokens,
             }
         case "drafter":
-            return {**identity_of(cfg.drafter), "content": _checkpoint(cfg)}
+            return {**identity_of(cfg.drafter), "content": location.fingerprint(cfg.drafter)}
         case "serve.capture":
             return cfg.serve.capture
         case "serve.aux_layer_ids":
             ids = cfg.serve.aux_layer_ids or cfg.target.aux_layer_ids
-            return None if cfg.serve.capture == "trained" else list(ids)
+            return list(ids) if cfg.serve.capture in ("as_is", "plus_one") else None
         case _:
             value: Any = cfg
             for part in node.split("."):
                 value = getattr(value, part)
             return identity_of(value)
-
-
-def _checkpoint(cfg: Config) -> str | None:
-    if cfg.drafter.path is None:
-        return None
-    root = Path(cfg.drafter.path)
-    return fingerprint_files(sorted([*root.glob("*.safetensors"), root / "config.json"]), root)

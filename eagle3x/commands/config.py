@@ -27,5 +27,18 @@ class ArtifactsArgs:
     keys: tuple[str, ...]
 
 
-CommandArgs = ExplainArgs | ArtifactsArgs
-COMMANDS: dict[str, type[ExplainArgs] | type[ArtifactsArgs]] = {"explain": ExplainArgs, "artifacts": ArtifactsArgs}
+@config
+class ConvertArgs:
+    """Where the drafter that the `drafter` group names is written, and as what."""
+
+    command: Literal["convert"]
+    to: str
+    format: Literal["eagle3", "speculators"]
+
+
+CommandArgs = ExplainArgs | ArtifactsArgs | ConvertArgs
+COMMANDS: dict[str, type[ExplainArgs] | type[ArtifactsArgs] | type[ConvertArgs]] = {
+    "explain": ExplainArgs,
+    "artifacts": ArtifactsArgs,
+    "convert": ConvertArgs,
+}
