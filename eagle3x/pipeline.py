@@ -39,10 +39,18 @@ EXTRACT = ("backend", "quantization", "attention")
 STAGES = {
     "prompts": Stage((), ("data",), (), "eagle3x.data.prompts:make"),
     "responses": Stage(
-        ("prompts",), ("target", "generate", "sampling", "data", "seed"), ("hardware",), "eagle3x.data.responses:make"
+        ("prompts",),
+        ("target", "generate", "sampling", "data", "seed", "responses", "hidden_states"),
+        ("hardware",),
+        "eagle3x.data.responses:make",
+        version=2,
     ),
     "hidden_states": Stage(
-        ("responses",), ("target", *EXTRACT, "capture"), ("hardware",), "eagle3x.data.extraction:make"
+        ("responses",),
+        ("target", *EXTRACT, "capture", "hidden_states"),
+        ("hardware",),
+        "eagle3x.data.extraction:make",
+        version=2,
     ),
     "drafter": Stage(
         ("hidden_states",),

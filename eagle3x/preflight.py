@@ -9,7 +9,7 @@ from pathlib import Path
 from eagle3x import pipeline, targets
 from eagle3x.capture import CaptureError, native_layer_ids, reader_of, trained_boundaries
 from eagle3x.config import Config, TargetConfig
-from eagle3x.data import sources
+from eagle3x.data import reuse, sources
 from eagle3x.drafters import location
 from eagle3x.drafters import origin as origins
 from eagle3x.drafters.architecture import Architecture
@@ -32,6 +32,9 @@ def check(cfg: Config) -> None:
     """
     targets.check(cfg.target)
     sources.check(cfg.data)
+    reuse.check(cfg.responses.source)
+    if cfg.hidden_states.source is not None and not Path(cfg.hidden_states.source).is_dir():
+        raise ConfigError(f"hidden_states.from={cfg.hidden_states.source}: no such directory")
     location.check(cfg.drafter)
     check_store(Path(cfg.artifacts))
     if cfg.stage == "report" and cfg.tracking.mode == "online" and not logged_in():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.capture import trained_boundaries
-from eagle3x.data import sources
+from eagle3x.data import reuse, sources
 from eagle3x.drafters import location
 from eagle3x.engines import adapter
+from eagle3x.fingerprint import fingerprint_directory
 from eagle3x.identity import identity_of
 
 if TYPE_CHECKING:
@@ -33,6 +35,13 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
             return target.identity()
         case "data":
             return {**identity_of(cfg.data), "content": sources.identity(cfg.data)}
+        case "responses":
+            return {"content": reuse.fingerprint(cfg.responses.source)}
+        case "hidden_states" if stage == "responses":
+            return {"dump": cfg.hidden_states.source is not None}  # train text is not asked for, whatever is in it
+        case "hidden_states":
+            directory = cfg.hidden_states.source
+            return {"content": None if directory is None else fingerprint_directory(Path(directory))}
         case "backend":
             return engine(cfg.extract_slot)
         case "generate":

@@ -18,6 +18,7 @@ MANDATORY = {
     ("data", "jsonl"): ["data.path=prompts.jsonl"],
     ("drafter", "pretrained"): ["drafter.path=/ckpt"],
     ("command", "convert"): ["to=/new"],
+    ("command", "probe"): ["states=/dump"],
 }
 CHOICES = [(g, c) for g, choices in groups().items() for c in choices if g != "experiment"]
 

@@ -36,9 +36,23 @@ class ConvertArgs:
     format: Literal["eagle3", "speculators"]
 
 
-CommandArgs = ExplainArgs | ArtifactsArgs | ConvertArgs
-COMMANDS: dict[str, type[ExplainArgs] | type[ArtifactsArgs] | type[ConvertArgs]] = {
+@config
+class ProbeArgs:
+    """A dump of hidden states, and how many of its samples are compared with the reference."""
+
+    command: Literal["probe"]
+    states: str
+    samples: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError("samples must be at least 1")
+
+
+CommandArgs = ExplainArgs | ArtifactsArgs | ConvertArgs | ProbeArgs
+COMMANDS: dict[str, type[ExplainArgs] | type[ArtifactsArgs] | type[ConvertArgs] | type[ProbeArgs]] = {
     "explain": ExplainArgs,
     "artifacts": ArtifactsArgs,
     "convert": ConvertArgs,
+    "probe": ProbeArgs,
 }

@@ -1,4 +1,4 @@
-"""`command=convert`, as the command line calls it."""
+"""`command=convert` and `command=probe`, as the command line calls them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eagle3x.cli import run_command
 from eagle3x.composition import cells
+from eagle3x.diagnosis.reference import reference_model, run_reference
 from eagle3x.drafters import checkpoint
 from eagle3x.targets import Target
-from eagle3x.types import ConfigError
+from eagle3x.types import ConfigError, EagleError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters"
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -60,3 +61,20 @@ def test_what_cannot_be_converted(run: Callable[..., str], tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"drafter\.boundaries=\[0,2,3\] or \[1,3,4\]"):
         run("command=convert", "drafter=pretrained", source, f"to={tmp_path / 'x'}")
     assert not (tmp_path / "x").exists()
+
+
+def test_probe_says_what_to_set(run: Callable[..., str], tiny_target: Target, tmp_path: Path) -> None:
+    tokens = [3 + 7 * i % 120 for i in range(40)]
+    reference = run_reference(reference_model(tiny_target), tokens)
+    states = torch.stack([reference.of(b) for b in (2, 4, 5, 6)], dim=1).contiguous()
+    save_file({"hidden_states": states, "token_ids": torch.tensor(tokens)}, tmp_path / "hs_0.safetensors")
+    said = run("command=probe", f"states={tmp_path}")
+    assert "column 0 (float32): boundary 2 (relative error" in said
+    assert "boundaries [2, 4, 5] and the pre_norm last hidden state" in said
+    assert "'target.aux_layer_ids=[2,4,5]' capture=as_is" in said
+    save_file({"hidden_states": states[:, :, :].roll(1, 1).contiguous(), "token_ids": torch.tensor(tokens)},
+              tmp_path / "hs_0.safetensors")  # fmt: skip
+    with pytest.raises(EagleError, match="not what a drafter can be trained on"):
+        run("command=probe", f"states={tmp_path}")
+    with pytest.raises(ConfigError, match="no such directory"):
+        run("command=probe", "states=/nowhere")
