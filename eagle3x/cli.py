@@ -70,7 +70,7 @@ def run_command(command: CommandArgs, cfg: Config) -> None:
         case ArtifactsArgs():
             from eagle3x.artifacts import Store
 
-            artifacts.run(Store(Path(cfg.artifacts)), command.action, command.keys, Console())
+            artifacts.run(Store(Path(cfg.artifacts)), command, Console())
         case ConvertArgs():
             convert.run(command, cfg, Console())
         case ProbeArgs():
