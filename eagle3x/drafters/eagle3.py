@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.attention import segments, ttt_attention
+from eagle3x.drafters.rope import inverse_frequencies
 
 
 class RMSNorm(nn.Module):
@@ -41,6 +42,7 @@ class Attention(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.head_dim, self.theta = arch.head_dim, arch.rope_theta
+        self.scaled = None if arch.rope_scaling is None else inverse_frequencies(arch)
         queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         self.q_proj = nn.Linear(2 * arch.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(2 * arch.hidden_size, keys, bias=False)
@@ -63,9 +65,12 @@ class Attention(nn.Module):
         """RoPE in Llama's half-split layout; angles in float32 at least."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         half = self.head_dim // 2
-        powers = torch.arange(half, dtype=wide, device=x.device) / half
-        angles = positions.to(wide)[..., None, None] * self.theta**-powers
-        cos, sin = angles.cos(), angles.sin()
+        if self.scaled is None:
+            frequencies, scale = self.theta ** -(torch.arange(half, dtype=wide, device=x.device) / half), 1.0
+        else:
+            frequencies, scale = self.scaled[0].to(x.device, wide), self.scaled[1]
+        angles = positions.to(wide)[..., None, None] * frequencies
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         a, b = x.to(wide).split(half, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
