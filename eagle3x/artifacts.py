@@ -12,7 +12,6 @@ No other module knows these paths. Incomplete means absent.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -31,12 +30,13 @@ from filelock import FileLock, Timeout
 
 from eagle3x.explanation import Explanation, explain
 from eagle3x.identity import digest, identity_of
-from eagle3x.manifest import SCHEMA_VERSION, Manifest, masked, plain, sync_directory
+from eagle3x.manifest import SCHEMA_VERSION, Manifest, facts_of, masked, plain, sync_directory
 from eagle3x.payload import (
     MANIFEST,
     content_fault,
     is_no_room,
     last_change,
+    last_use,
     record_files,
     show_bytes,
     size_fault,
@@ -91,13 +91,17 @@ class ArtifactSpec:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the store's list. `manifest` is None where it cannot be read; `bytes` is what lies on the disk."""
+    """One line of the store's list. `manifest` is None where it cannot be read; `bytes` is what lies on the disk.
+
+    `used`: when a run last made it, went on with it or reused it, seconds since the epoch.
+    """
 
     stage: str
     key: str
     state: State
     bytes: int
     manifest: Manifest | None
+    used: float
 
 
 class Store:
@@ -122,6 +126,8 @@ class Store:
         artifact = Artifact(spec.stage, spec.key, path, manifest)
         fault = size_fault(path, manifest)
         if fault is None:
+            with suppress(OSError):  # a store that this user may only read
+                os.utime(path / MANIFEST)  # the time of its last use
             return artifact
         if not path.exists():  # dropped between the two looks
             return None
@@ -228,7 +234,7 @@ class Store:
         begun = self._begin(spec, partial, record)
         start = time.monotonic()
         try:
-            facts = _facts(spec, make(partial))
+            facts = facts_of(spec.stage, make(partial))
             files = record_files(partial)
         except BaseException:
             with suppress(OSError):  # a full disk must not hide the failure
@@ -320,13 +326,15 @@ class Store:
         try:
             manifest = self.manifest(stage, key)
         except EagleError:
-            return Entry(stage, key, "damaged" if state == "complete" else state, size_on_disk(path), None)
+            return Entry(
+                stage, key, "damaged" if state == "complete" else state, size_on_disk(path), None, last_use(path)
+            )
         if state == "complete":
             fault = manifest is None or size_fault(path, manifest) is not None
             if fault and not path.exists():
                 return None
-            return Entry(stage, key, "damaged" if fault else "complete", size_on_disk(path), manifest)
-        return Entry(stage, key, state, size_on_disk(path) if state == "partial" else 0, manifest)
+            return Entry(stage, key, "damaged" if fault else "complete", size_on_disk(path), manifest, last_use(path))
+        return Entry(stage, key, state, size_on_disk(path) if state == "partial" else 0, manifest, last_use(path))
 
     def manifest(self, stage: str, key: str) -> Manifest | None:
         """Of a complete, unfinished or dropped artifact, whichever there is."""
@@ -382,15 +390,6 @@ def _damaged(stage: str, key: str, fault: str) -> EagleError:
         f"{stage} {key} is damaged: {fault}. To make it again, drop it and run the same command:"
         f" python -m eagle3x command=artifacts action=drop 'keys=[\"{key}\"]'"
     )
-
-
-def _facts(spec: ArtifactSpec, facts: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        values = plain(facts)
-        json.dumps(values, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise EagleError(f"the maker of {spec.stage} returned facts that no JSON can hold: {error}") from error
-    return values
 
 
 def _now() -> str:

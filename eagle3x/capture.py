@@ -19,7 +19,7 @@ NESTED = "eagle_config"
 SGLANG_VERSIONS = ("0.5.14", "0.5.23")
 """Versions whose rules were read; a version between two of them follows the older one."""
 
-ReaderName = Literal["transformers", "vllm", "sglang", "speculators", "specforge", "torchspec", "modelopt"]
+ReaderName = Literal["transformers", "vllm", "sglang", "speculators", "specforge", "torchspec", "modelopt", "automodel"]
 
 
 class CaptureError(ConfigError):
@@ -121,7 +121,7 @@ _SGLANG_DEEPSEEK = frozenset(
     }
 )
 _ENGINES = ("vllm", "sglang")
-_ID_MEANS_AFTER = ("specforge", "torchspec", "modelopt")
+_ID_MEANS_AFTER = ("specforge", "torchspec", "modelopt", "automodel")
 
 
 def trained_boundaries(aux_layer_ids: Sequence[int], offset: int, num_blocks: int) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from eagle3x import composition
-from eagle3x.commands.config import CommandArgs
+from eagle3x.commands.config import ArtifactsArgs, CommandArgs, ConvertArgs, ExplainArgs, ProbeArgs
+from eagle3x.config import Config
 from eagle3x.types import ConfigError, EagleError
 
 logger = logging.getLogger("eagle3x")
@@ -34,7 +35,7 @@ def main() -> None:
         if not (args.help or args.hydra_help or args.info or args.shell_completion):
             cells = composition.cells(args.overrides, args.multirun)
             if cells[0].command is not None:
-                run_command(cells[0].command, Path(cells[0].config.artifacts))
+                run_command(cells[0].command, cells[0].config)
                 return
             if not args.cfg:
                 from eagle3x.preflight import check
@@ -57,19 +58,23 @@ def refuse(error: ConfigError) -> NoReturn:
     sys.exit(2)
 
 
-def run_command(command: CommandArgs, root: Path) -> None:
-    """What is not a stage: `command=explain`, `command=artifacts`."""
+def run_command(command: CommandArgs, cfg: Config) -> None:
+    """What is not a stage: `command=explain`, `artifacts`, `convert`, `probe`."""
     from rich.console import Console
 
-    from eagle3x.commands import artifacts, explain
-    from eagle3x.commands.config import ExplainArgs
+    from eagle3x.commands import artifacts, convert, explain, probe
 
-    if isinstance(command, ExplainArgs):
-        explain.run(command, Console())
-    else:
-        from eagle3x.artifacts import Store
+    match command:
+        case ExplainArgs():
+            explain.run(command, Console())
+        case ArtifactsArgs():
+            from eagle3x.artifacts import Store
 
-        artifacts.run(Store(root), command.action, command.keys, Console())
+            artifacts.run(Store(Path(cfg.artifacts)), command, Console())
+        case ConvertArgs():
+            convert.run(command, cfg, Console())
+        case ProbeArgs():
+            probe.run(command, cfg, Console())
 
 
 def run_cell(composed: DictConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from eagle3x.benchmark.config import Benchmark, Speculation
-from eagle3x.data.config import Data, Sampling
+from eagle3x.data.config import Data, Reused, Sampling
 from eagle3x.drafters.config import Drafter
 from eagle3x.engines.config import Attention, Backend, GenerateSlot, Quantization, ServeSlot, Slot
 from eagle3x.identity import PLACEMENT
@@ -77,6 +77,10 @@ class Config:
     capture: Capture
     data: Data
     sampling: Sampling
+    responses: Reused
+    """Train text: `responses.from`, token ids with loss masks, instead of text that the target writes."""
+    hidden_states: Reused
+    """Train states: `hidden_states.from`, a dump of another tool, instead of states that the engine captures."""
     drafter: Drafter
     train: Train
     speculation: Speculation

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from eagle3x import pipeline, preflight, targets
 from eagle3x.artifacts import Artifact, Store
 from eagle3x.composition import Cell
+from eagle3x.drafters import location
 from eagle3x.progress import log
 from eagle3x.types import ConfigError, EagleError
 
@@ -31,6 +32,8 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
     error: BaseException | None = None
     try:
         target = targets.resolve(cfg.target)
+        if "drafter" in pipeline.plan(cfg.stage, cfg):
+            location.resolve(cfg.drafter)
         preflight.check_with_target(cfg, target)
         for artifact in pipeline.run(cfg.stage, cfg, cell.snapshot, target, store):
             made[artifact.stage] = artifact

@@ -142,3 +142,13 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def facts_of(stage: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a stage's maker returned, as plain JSON values. EagleError if it cannot be."""
+    try:
+        values = plain(facts)
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise EagleError(f"the maker of {stage} returned facts that no JSON can hold: {error}") from error
+    return values

@@ -82,6 +82,14 @@ def last_change(path: Path) -> float:
     return max(p.lstat().st_mtime for p in (path, *path.rglob("*")))
 
 
+def last_use(path: Path) -> float:
+    """When the artifact in `path` was last used: its manifest's time, else its own; 0 if it is not there."""
+    for place in (path / MANIFEST, path):
+        with suppress(OSError):
+            return place.stat().st_mtime
+    return 0.0
+
+
 def show_bytes(count: int) -> str:
     """For people: 512 B, 1.5 KiB, 35.0 GiB."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]

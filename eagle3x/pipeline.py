@@ -39,19 +39,28 @@ EXTRACT = ("backend", "quantization", "attention")
 STAGES = {
     "prompts": Stage((), ("data",), (), "eagle3x.data.prompts:make"),
     "responses": Stage(
-        ("prompts",), ("target", "generate", "sampling", "data", "seed"), ("hardware",), "eagle3x.data.responses:make"
+        ("prompts",),
+        ("target", "generate", "sampling", "data", "seed", "responses", "hidden_states"),
+        ("hardware",),
+        "eagle3x.data.responses:make",
+        version=2,
     ),
     "hidden_states": Stage(
-        ("responses",), ("target", *EXTRACT, "capture"), ("hardware",), "eagle3x.data.extraction:make"
+        ("responses",),
+        ("target", *EXTRACT, "capture", "hidden_states"),
+        ("hardware",),
+        "eagle3x.data.extraction:make",
+        version=2,
     ),
     "drafter": Stage(
         ("hidden_states",),
         ("target", "quantization", "capture", "drafter", "train", "seed"),
         ("hardware",),
         "eagle3x.training.train:make",
+        version=2,
     ),
     "export": Stage(
-        ("drafter",), ("target", "capture", "serve.capture", "serve.aux_layer_ids"), (), "eagle3x.drafters.export:make"
+        ("drafter",), ("target", "serve.capture", "serve.aux_layer_ids"), (), "eagle3x.drafters.export:make", version=2
     ),
     "benchmark": Stage(
         ("export", "responses"),

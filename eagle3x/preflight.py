@@ -9,9 +9,12 @@ from pathlib import Path
 from eagle3x import pipeline, targets
 from eagle3x.capture import CaptureError, native_layer_ids, reader_of, trained_boundaries
 from eagle3x.config import Config, TargetConfig
-from eagle3x.data import sources
+from eagle3x.data import reuse, sources
+from eagle3x.drafters import location
+from eagle3x.drafters import origin as origins
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.config import Drafter
+from eagle3x.drafters.export import NOT_TRAINED
 from eagle3x.engines import adapter
 from eagle3x.engines.base import DrafterPlan
 from eagle3x.engines.config import Slot
@@ -29,7 +32,10 @@ def check(cfg: Config) -> None:
     """
     targets.check(cfg.target)
     sources.check(cfg.data)
-    check_drafter(cfg.drafter)
+    reuse.check(cfg.responses.source)
+    if cfg.hidden_states.source is not None and not Path(cfg.hidden_states.source).is_dir():
+        raise ConfigError(f"hidden_states.from={cfg.hidden_states.source}: no such directory")
+    location.check(cfg.drafter)
     check_store(Path(cfg.artifacts))
     if cfg.stage == "report" and cfg.tracking.mode == "online" and not logged_in():
         raise ConfigError("tracking=online needs a login: run `wandb login`, or use tracking=offline")
@@ -59,8 +65,8 @@ def check_with_target(cfg: Config, target: Target) -> None:
             native_layer_ids(reader_of(identity, target.model_class), boundaries, target.num_blocks)
         except CaptureError as error:
             reasons.append(f"extract: {error}")
-    if "benchmark" in stages and not reasons:
-        planned = drafter_plan(cfg, target)
+    planned = drafter_plan(cfg, target) if "drafter" in stages and not reasons else None
+    if "benchmark" in stages and planned is not None:
         serving = adapter(cfg.serve.backend.name)
         reasons += [f"serve: {r}" for r in serving.drafter_refusals(cfg.serve_slot, target, cfg.hardware, planned)]
     if reasons:
@@ -68,19 +74,33 @@ def check_with_target(cfg: Config, target: Target) -> None:
 
 
 def drafter_plan(cfg: Config, target: Target) -> DrafterPlan:
-    """What the config (or the config.json of a drafter that is there already) says of the drafter to be served."""
+    """What the config (or the config.json of a drafter that is there already) says of the drafter to be served.
+
+    Raises ConfigError for a published drafter that cannot be read, or whose boundaries nobody knows.
+    """
     boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
-    speculation, described = cfg.speculation, cfg.drafter
-    if cfg.drafter.source == "custom":
-        return DrafterPlan(len(boundaries), boundaries, _variants(described), speculation)
-    if cfg.drafter.path is None:  # on a hub: known when it was loaded
-        return DrafterPlan(len(boundaries), None, frozenset(), speculation)
-    raw = json.loads((Path(cfg.drafter.path) / "config.json").read_text(encoding="utf-8"))
+    if not cfg.drafter.published:
+        return DrafterPlan(len(boundaries), boundaries, _variants(cfg.drafter), cfg.speculation)
+    file = location.at_hand(cfg.drafter)
+    if file is None:  # on the hub: looked at again when it was loaded
+        return DrafterPlan(len(boundaries), None, frozenset(), cfg.speculation)
     try:
-        architecture = Architecture.from_config(raw)
-    except EagleError as error:
-        raise ConfigError(f"drafter.path={cfg.drafter.path}: {error}") from error
-    return DrafterPlan(architecture.num_aux, None, _variants(architecture), speculation)
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        architecture = Architecture.from_config(raw, cfg.drafter.made_by)
+        origin = origins.of(cfg.drafter, raw, target.num_blocks)
+    except (ValueError, EagleError) as error:
+        raise ConfigError(f"{file.parent}: {error}") from error
+    fine_tuned = cfg.drafter.init_from is not None
+    served = "export" in pipeline.plan(cfg.stage, cfg) and cfg.serve.capture == "trained"
+    if origin.boundaries is None and (fine_tuned or served):
+        raise ConfigError(f"{file.parent}: {origin.said_by}" + ("" if fine_tuned else f". {NOT_TRAINED}"))
+    if fine_tuned and origin.boundaries != boundaries:
+        raise ConfigError(
+            f"{file.parent} was trained on boundaries {list(origin.boundaries or ())} ({origin.said_by}), but the"
+            f" states are to be of {list(boundaries)}: set target.aux_layer_ids (and capture) to what it reads"
+        )
+    fed = origin.boundaries if cfg.serve.capture == "trained" else None
+    return DrafterPlan(architecture.num_aux, fed, _variants(architecture), cfg.speculation)
 
 
 def _variants(described: Drafter | Architecture) -> frozenset[str]:
@@ -108,16 +128,3 @@ def check_store(root: Path) -> None:
         raise ConfigError(f"artifacts={root}: {existing} is a file; name a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"artifacts={root}: {existing} cannot be written into")
-
-
-def check_drafter(drafter: Drafter) -> None:
-    """A drafter's directory must hold a checkpoint."""
-    if drafter.path is None:
-        return
-    folder = Path(drafter.path)
-    if not folder.is_dir():
-        raise ConfigError(f"drafter.path={drafter.path}: no such directory")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"drafter.path={drafter.path}: has no config.json")
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"drafter.path={drafter.path}: has no *.safetensors file (other formats are not read)")

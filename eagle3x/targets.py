@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.fingerprint import fingerprint_files
+from eagle3x.hub import is_hub_id
 from eagle3x.identity import digest
 from eagle3x.types import ConfigError, EagleError
 
@@ -162,7 +162,7 @@ def check(cfg: TargetConfig) -> None:
         cached = target_sources.converted(target_sources.pinned(cfg.wheel))
         if cached is not None:
             _read(cached, cfg)
-    elif cfg.hub_id is None or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", cfg.hub_id) is None:
+    elif cfg.hub_id is None or not is_hub_id(cfg.hub_id):
         raise ConfigError(f"target.hub_id={cfg.hub_id!r} is no model of the hub: it would look like org/name")
 
 

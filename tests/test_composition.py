@@ -17,6 +17,8 @@ MANDATORY = {
     ("target", "hub"): ["target.hub_id=org/name", "target.aux_layer_ids=[1,2]"],
     ("data", "jsonl"): ["data.path=prompts.jsonl"],
     ("drafter", "pretrained"): ["drafter.path=/ckpt"],
+    ("command", "convert"): ["to=/new"],
+    ("command", "probe"): ["states=/dump"],
 }
 CHOICES = [(g, c) for g, choices in groups().items() for c in choices if g != "experiment"]
 
@@ -74,6 +76,8 @@ BAD = {
     "target=directory": ["target.path"],
     "data=jsonl": ["data.path"],
     "drafter=pretrained": ["drafter.path", "hub_id"],
+    "drafter.made_by=specforge": ["published drafter"],
+    "drafter.path=/ckpt": ["drafter=pretrained"],
     "serve.backend=vllm": ["backend@serve.backend=vllm"],
     "speculation.num_speculative_tokens=99": ["num_speculative_tokens", "continuation_tokens"],
     "speculation.num_speculative_tokens=0": ["num_speculative_tokens", "at least 1"],

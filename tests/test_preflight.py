@@ -24,7 +24,13 @@ REFUSED = {
     ("target.aux_layer_ids=[1,2,7]",): "0..6",
     ("capture=plus_one", "target.aux_layer_ids=[1,2,6]"): "outside 0..6",
     ("drafter=pretrained", "drafter.path=/nowhere"): "no such directory",
+    ("drafter=pretrained", "drafter.hub_id=no/such/repository"): "no repository of the hub",
+    ("drafter.init_from=/nowhere/at/all",): "no repository of the hub",
+    ("drafter=pretrained", "drafter.path=published"): "drafter.boundaries=[0,2,3] or [1,3,4]",
+    ("drafter.init_from=published", "drafter.made_by=specforge"): "trained on boundaries [1, 3, 4]",
     ("data=jsonl", "data.path=/nowhere.jsonl"): "does not exist",
+    ("responses.from=/nowhere.parquet",): "no such file",
+    ("hidden_states.from=/nowhere",): "no such directory",
     ("artifacts=a_file/store",): "is a file",
     ("tracking=online",): "wandb login",
     ("backend.tensor_parallel=2",): "tensor_parallel",
@@ -39,6 +45,7 @@ def fixed(target: Target) -> list[str]:
 def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").touch()
+    (tmp_path / "published").symlink_to(Path(__file__).parent / "fixtures" / "drafters" / "specforge-yarn")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,31 +13,62 @@ from rich.text import Text
 from rich.tree import Tree
 
 from eagle3x.artifacts import Entry, Store
+from eagle3x.commands.config import ArtifactsArgs
 from eagle3x.explanation import Explanation
 from eagle3x.manifest import Manifest
 from eagle3x.payload import show_bytes
-from eagle3x.types import ConfigError
+from eagle3x.types import ConfigError, EagleError
 
 SHOWN_KEY = 12
+GIB = 1024**3
 STATE_STYLE = {"complete": "green", "partial": "yellow", "dropped": "dim", "damaged": "bold red"}
 
 
-def run(store: Store, action: Literal["list", "explain", "drop"], keys: Sequence[str], console: Console) -> None:
+def run(store: Store, args: ArtifactsArgs, console: Console) -> None:
     """Print what was asked for. ConfigError for the wrong number of keys, or for keys that name no artifact."""
-    if action == "list":
-        if keys:
-            raise ConfigError("action=list takes no keys: it shows everything")
-        _list(store, console)
-    elif action == "drop":
-        if not keys:
-            raise ConfigError("action=drop needs the keys of what to drop: 'keys=[\"<key>\"]'; action=list shows them")
-        _drop(store, keys, console)
-    elif len(keys) == 1:
-        _explain_one(store, keys[0], console)
-    elif len(keys) == 2:
-        _explain_two(store.explain(*keys), console)
-    else:
-        raise ConfigError(f'action=explain needs one key, or two to compare, not {len(keys)}: \'keys=["<a>","<b>"]\'')
+    keys = args.keys
+    if args.action in ("list", "clean") and keys:
+        raise ConfigError(f"action={args.action} takes no keys: action=drop does")
+    if args.action != "clean" and (args.older_than_days, args.keep_gib, args.dry_run) != (None, None, False):
+        raise ConfigError("older_than_days, keep_gib and dry_run are of action=clean")
+    match args.action:
+        case "list":
+            _list(store, console)
+        case "clean":
+            _clean(store, args, console)
+        case "drop":
+            if not keys:
+                raise ConfigError(
+                    "action=drop needs the keys of what to drop: 'keys=[\"<key>\"]'; action=list shows them"
+                )
+            _drop(store, keys, console)
+        case "explain" if len(keys) == 1:
+            _explain_one(store, keys[0], console)
+        case "explain" if len(keys) == 2:
+            _explain_two(store.explain(*keys), console)
+        case _:
+            raise ConfigError(
+                f'action=explain needs one key, or two to compare, not {len(keys)}: \'keys=["<a>","<b>"]\''
+            )
+
+
+def to_clean(
+    entries: Sequence[Entry], now: float, older_than_days: float | None, keep_gib: float | None
+) -> list[Entry]:
+    """What to drop, longest unused first: all that was not used for so long, then more until so much is left.
+
+    `now`: seconds since the epoch. Only what takes room is looked at.
+    """
+    by_use = sorted((e for e in entries if e.bytes and e.state != "dropped"), key=lambda e: e.used)
+    left = sum(e.bytes for e in by_use)
+    chosen: list[Entry] = []
+    for entry in by_use:
+        old = older_than_days is not None and now - entry.used > older_than_days * 86400
+        too_much = keep_gib is not None and left > keep_gib * GIB
+        if old or too_much:
+            chosen.append(entry)
+            left -= entry.bytes
+    return chosen
 
 
 def _list(store: Store, console: Console) -> None:
@@ -51,6 +83,24 @@ def _list(store: Store, console: Console) -> None:
     for e in entries:
         table.add_row(e.stage, e.key[:SHOWN_KEY], _when(e), show_bytes(e.bytes), _wall(e), _state(e))
     console.print(table)
+
+
+def _clean(store: Store, args: ArtifactsArgs, console: Console) -> None:
+    if args.older_than_days is None and args.keep_gib is None:
+        raise ConfigError(
+            "action=clean needs older_than_days=N (since its last use), keep_gib=N (in the store), or both"
+        )
+    chosen = to_clean(store.entries(), time.time(), args.older_than_days, args.keep_gib)
+    if not chosen:
+        console.print(f"nothing to clean in {store.root}", soft_wrap=True)
+    for entry in chosen:
+        if args.dry_run:
+            console.print(Text(f"would drop {show_bytes(entry.bytes)}: {entry.stage} {entry.key}"), soft_wrap=True)
+            continue
+        try:
+            _drop(store, [entry.key], console)
+        except EagleError as error:  # a run is making it
+            console.print(Text(f"kept: {error}"), soft_wrap=True)
 
 
 def _drop(store: Store, keys: Sequence[str], console: Console) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from eagle3x.identity import PLACEMENT
 from eagle3x.schema import config
 
@@ -41,6 +43,13 @@ class Data:
             raise ValueError("limit_train and limit_eval must be at least 1, or null for all prompts")
         if self.max_sample_tokens < 8:
             raise ValueError("max_sample_tokens must be at least 8")
+
+
+@config
+class Reused:
+    """What is there already and is not made again. The path is placement: its content is what is hashed."""
+
+    source: Annotated[str | None, PLACEMENT, Field(alias="from")]
 
 
 @config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from eagle3x.capture import trained_boundaries
@@ -28,17 +29,23 @@ def make(run: StageRun) -> dict[str, Any]:
 
     The capture probe runs first: EagleError, with nothing written, if the engine's states are not those of the
     boundaries asked for. Train samples in which the target wrote nothing (an empty loss mask) are left out and counted.
+    With `hidden_states.from` the train split comes from that dump, once the dump was probed.
     """
     from eagle3x.diagnosis.probe import probe_capture
     from eagle3x.engines import adapter
 
     responses = read_responses(run.inputs["responses"].path)
     _require_distinct(responses)
-    kept = [r for r in responses if r.split != "train" or any(r.loss_mask)]
-    if not any(r.split == "train" for r in kept):
-        raise EagleError("no train sample has a token that the target wrote: there is nothing to train on")
-    target, slot = run.target, run.slot("extract")
+    target, slot, source = run.target, run.slot("extract"), run.cfg.hidden_states.source
     boundaries = trained_boundaries(target.aux_layer_ids, run.cfg.capture.offset, target.num_blocks)
+    splits: tuple[Split, ...] = get_args(Split)
+    dumped = None
+    if source is not None:
+        dumped = _import(run, Path(source), responses, boundaries)
+        splits = ("val", "eval")
+    kept = [r for r in responses if r.split in splits and (r.split != "train" or any(r.loss_mask))]
+    if source is None and not any(r.split == "train" for r in kept):
+        raise EagleError("no train sample has a token that the target wrote: there is nothing to train on")
     longest = max(kept, key=lambda r: len(r.token_ids))
     job = Job(len(longest.token_ids), run.work / LOGS)
     with adapter(slot.backend.name).open(slot, target, run.cfg.hardware, job) as engine:
@@ -50,23 +57,36 @@ def make(run: StageRun) -> dict[str, Any]:
                 f" {verdict.describe()}. Nothing was written."
             )
         spec = _spec(engine, kept, boundaries, target.hidden_size, run.cfg.capture.dtype)
-        splits = get_args(Split)
         writers = {split: ShardWriter(run.work / split, spec, tokens_per_shard(spec)) for split in splits}
         done = {sample for writer in writers.values() for sample in writer.done_ids}
         waiting = [r for r in kept if r.id not in done]
         require_space(run.work, estimate_bytes([len(r.token_ids) for r in waiting], spec))
         for split in splits:
             _capture(engine, [r for r in waiting if r.split == split], writers[split], split)
-    written = {split: Shards(run.work / split) for split in splits}
+    written = {split: Shards(run.work / split) for split in get_args(Split)}
     return {
-        "splits": {split: _counts([r for r in responses if r.split == split], written[split]) for split in splits},
+        "splits": {split: _counts([r for r in responses if r.split == split], written[split]) for split in written},
         "tokens": sum(shards.tokens for shards in written.values()),
         "bytes": sum(shards.bytes for shards in written.values()),
         "boundaries": list(boundaries),
         "capture_probe": verdict.as_dict(),
+        "dump": dumped,
         "dtype": spec.dtype,
         "last_norm": spec.last_norm,
     }
+
+
+def _import(run: StageRun, source: Path, responses: Sequence[Response], boundaries: tuple[int, ...]) -> dict[str, Any]:
+    """Take the train split over from a dump, once it is known what is in it."""
+    from eagle3x.data.dump_import import probed, write_train
+    from eagle3x.data.dumps import Dump
+
+    dump = Dump(source, run.target.hidden_size)
+    verdict = probed(dump, run.target, boundaries, run.cfg.capture.probe_tokens)
+    texts = [r for r in responses if r.split == "train"]
+    held_out = [r.token_ids[: r.prompt_tokens] for r in responses if r.split != "train"]
+    directory = run.work / "train"
+    return write_train(dump, verdict, texts, held_out, run.cfg.capture.dtype, directory, tokens_per_shard)
 
 
 def tokens_per_shard(spec: ShardSpec) -> int:

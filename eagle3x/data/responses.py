@@ -11,11 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from eagle3x.data import reuse
 from eagle3x.data.conversations import given, prompt_tokens, regenerated
 from eagle3x.data.records import read_prompts
 from eagle3x.data.response_parts import ResponseParts
@@ -53,7 +55,8 @@ def make(run: StageRun) -> dict[str, Any]:
             found in the chat template's output.
     """
     cfg, target = run.cfg, run.target
-    prompts = {p.id: p for p in read_prompts(run.inputs["prompts"].path)}
+    reused = cfg.responses.source is not None or cfg.hidden_states.source is not None
+    prompts = {p.id: p for p in read_prompts(run.inputs["prompts"].path) if not (reused and p.split == "train")}
     work = plan(list(prompts.values()), cfg, target)
     slot = run.slot("generate")
     parts = ResponseParts(run.work, rows_per_part=slot.backend.batch_size)
@@ -65,6 +68,18 @@ def make(run: StageRun) -> dict[str, Any]:
         if prompt.id not in done:
             limit = cfg.data.max_sample_tokens
             parts.add(given(prompt, target.tokenizer, limit, target.eos_token_ids))
+    order = [*prompts]
+    same_prompt = 0
+    if cfg.responses.source is not None:
+        held_out = [request.prompt_ids for request in work.requests.values()]
+        path, limit = Path(cfg.responses.source), cfg.data.max_sample_tokens
+        for response in reuse.read(path, target.vocab_size, limit, held_out):
+            same_prompt += response is None
+            if response is not None:
+                order.append(response.id)
+                if response.id not in done:
+                    parts.add(response)
+        _refuse_clashes(order)
     missing = [r for r in work.requests.values() if r.id not in done]
     started, tokens = time.monotonic(), 0
     if missing:
@@ -85,11 +100,12 @@ def make(run: StageRun) -> dict[str, Any]:
     seconds = time.monotonic() - started
     parts.flush()
     _refuse_missing(parts.done_ids(), (*work.requests, *(p.id for p in work.given)))
-    table = parts.merge({id: place for place, id in enumerate(prompts)})
+    table = parts.merge({id: place for place, id in enumerate(order)})
     facts = {
         "splits": {split: _counts(table.filter(pc.field("split") == split)) for split in get_args(Split)},
         "too_long": len(work.too_long),
         "shortened": len(work.shortened),
+        "same_prompt": same_prompt,
         "tokens": sum(len(chunk.flatten()) for chunk in table["token_ids"].chunks),
         "generated": {"requests": len(missing), "tokens": tokens, "seconds": round(seconds, 3)},
     }
@@ -135,7 +151,10 @@ def plan(prompts: Sequence[Prompt], cfg: Config, target: Target) -> Plan:
         requests.append(request)
     longest_first = sorted(requests, key=lambda r: -len(r.prompt_ids))
     left = {r.id for r in requests} | {p.id for p in taken}
+    reused = cfg.responses.source is not None or cfg.hidden_states.source is not None
     for split in get_args(Split):
+        if split == "train" and reused:
+            continue
         if not any(p.split == split and p.id in left for p in prompts):
             raise EagleError(
                 f"no {split} prompt leaves room for an answer in data.max_sample_tokens={limit}; raise it, or lower"
@@ -178,6 +197,12 @@ def _seed(seed: int, id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{id}".encode()).digest()[:4], "big") >> 1
 
 
+def _refuse_clashes(ids: Sequence[str]) -> None:
+    clashes = [id for id, count in Counter(ids).items() if count > 1]
+    if clashes:
+        raise EagleError(f"responses.from has ids of val or eval prompts: {', '.join(clashes[:5])}; rename them")
+
+
 def _refuse_missing(done: Collection[str], wanted: Sequence[str]) -> None:
     missing = [id for id in wanted if id not in done]
     if missing:
@@ -210,6 +235,8 @@ def _report(facts: Mapping[str, Any], work: Plan) -> None:
             log(f"responses: {counts['empty_masks']} {split} samples have no label within the limit: left out")
         if counts["cut_samples"]:
             log(f"responses: {counts['cut_samples']} {split} samples were cut, by {counts['cut_tokens']} tokens")
+    if facts["same_prompt"]:
+        log(f"responses: {facts['same_prompt']} reused texts ask what a val or eval prompt asks: left out")
     if work.too_long:
         log(f"responses: {len(work.too_long)} prompts leave no room for an answer: left out, first {work.too_long[0]}")
     if work.shortened:

@@ -61,9 +61,14 @@ class Reference:
 
 def reference_states(target: Target, token_ids: Sequence[int]) -> Reference:
     """Load the target in float32, run it once on `token_ids`, and forget it."""
+    return run_reference(reference_model(target), token_ids)
+
+
+def reference_model(target: Target) -> PreTrainedModel:
+    """The target in float32, on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         target.path,
         dtype=torch.float32,
         attn_implementation="eager",
@@ -71,7 +76,6 @@ def reference_states(target: Target, token_ids: Sequence[int]) -> Reference:
         use_safetensors=True,
         trust_remote_code=target.trust_remote_code,
     ).eval()
-    return run_reference(model, token_ids)
 
 
 @torch.inference_mode()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from eagle3x.drafters.config_keys import EAGLE_CONFIG, FORMAT, understood
+from eagle3x.drafters.rope import scaling
 from eagle3x.types import EagleError
 
-FORMAT = "LlamaForCausalLMEagle3"
+MadeBy = Literal["eagle", "specforge", "torchspec", "modelopt", "automodel", "speculators"]
+"""Trainers whose numbering of layers is known."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Architecture:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    rope_scaling: Mapping[str, Any] | None = None
+    """None: plain RoPE. Else `rope_type` with its values, as in a config (rope.py)."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -48,38 +53,51 @@ class Architecture:
             raise EagleError("drafter: norm_before_fc and fc_norm exclude each other")
 
     @classmethod
-    def from_config(cls, raw: Mapping[str, Any]) -> Architecture:
-        """Read a drafter's config as both engines do.
+    def from_config(cls, raw: Mapping[str, Any], made_by: MadeBy | None = None) -> Architecture:
+        """Read a drafter's config as both engines do; every key of it is looked at (config_keys.py).
+
+        made_by: the trainer, where its config means another thing than the engines read in it. SpecForge's
+        `norm_output` is the norm before the head, which every drafter here has: its next draft step reads the state
+        before that norm whatever the key says.
 
         Raises EagleError if the format is another one, or has a part that this model has not: it would be served
         wrong, not slightly worse.
         """
-        _refuse_what_differs(raw)
-        eagle = raw.get("eagle_config") or {}
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-        hidden, heads, vocab = raw["hidden_size"], raw["num_attention_heads"], raw["vocab_size"]
+        config = understood(raw)
+        eagle = config.get(EAGLE_CONFIG) or {}
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+        hidden, heads, vocab = config["hidden_size"], config["num_attention_heads"], config["vocab_size"]
+        norm_output = config.get("norm_output")
+        if made_by == "specforge":
+            if norm_output is False:
+                raise EagleError(
+                    "drafter config: norm_output=False is SpecForge's head without a norm; no engine has it"
+                )
+            norm_output = False
+        rope_theta, rope_scaling = scaling(config)
         return cls(
             hidden_size=hidden,
-            intermediate_size=raw["intermediate_size"],
+            intermediate_size=config["intermediate_size"],
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            max_position_embeddings=raw["max_position_embeddings"],
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            max_position_embeddings=config["max_position_embeddings"],
             vocab_size=vocab,
-            draft_vocab_size=raw.get("draft_vocab_size") or vocab,
-            target_hidden_size=raw.get("target_hidden_size") or hidden,
-            num_aux=raw.get("num_aux_hidden_states") or (len(ids) if ids else 3),
-            norm_before_residual=bool(raw.get("norm_before_residual", False)),
-            norm_before_fc=bool(eagle.get("norm_before_fc", raw.get("norm_before_fc", False))),
-            fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm", False)),
-            norm_output=bool(raw.get("norm_output", False)),
+            draft_vocab_size=config.get("draft_vocab_size") or vocab,
+            target_hidden_size=config.get("target_hidden_size") or hidden,
+            num_aux=config.get("num_aux_hidden_states") or (len(ids) if ids else 3),
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
+            norm_before_fc=bool(eagle.get("norm_before_fc", config.get("norm_before_fc", False))),
+            fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
+            norm_output=bool(norm_output),
         )
 
     def to_config(self) -> dict[str, Any]:
         """The keys of `config.json` that describe the architecture (boundary ids are the export's)."""
-        own = asdict(self)
+        own = {key: value for key, value in asdict(self).items() if key != "rope_scaling" or value is not None}
         return {
             "architectures": [FORMAT],
             "model_type": "llama",
@@ -93,33 +111,3 @@ class Architecture:
             "tie_word_embeddings": False,
             **own,
         }
-
-
-def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """RoPE parameters under either of the names that transformers gave them."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _refuse_what_differs(raw: Mapping[str, Any]) -> None:
-    required = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-    missing = [key for key in required if raw.get(key) is None]
-    if missing:
-        raise EagleError(f"drafter config lacks {', '.join(missing)}")
-    rope_type = _rope(raw).get("rope_type") or _rope(raw).get("type") or "default"
-    wrong = {
-        "architectures": (raw.get("architectures") or [None])[0] != FORMAT,
-        "num_hidden_layers": raw.get("num_hidden_layers", 1) != 1,
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(raw.get("attention_bias")),
-        "mlp_bias": bool(raw.get("mlp_bias")),
-        "bias": bool(raw.get("bias")),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
-        "rope_parameters": rope_type != "default",
-    }
-    for key, is_wrong in wrong.items():
-        if is_wrong:
-            shown = _rope(raw) if key == "rope_parameters" else raw.get(key)
-            raise EagleError(
-                f"drafter config: {key}={shown!r} is not supported: a drafter is {FORMAT} with one"
-                " Llama block (silu, no biases, plain RoPE, a head of its own)"
-            )

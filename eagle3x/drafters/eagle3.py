@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from eagle3x.drafters.architecture import Architecture
+from eagle3x.drafters.rope import inverse_frequencies
 from eagle3x.drafters.ttt import Weights, ttt
 from eagle3x.kernels.layout import Layout
 
@@ -42,6 +43,8 @@ class Attention(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.head_dim, self.theta = arch.head_dim, arch.rope_theta
+        self.scaled = None if arch.rope_scaling is None else inverse_frequencies(arch)
+        self._frequencies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         self.q_proj = nn.Linear(2 * arch.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(2 * arch.hidden_size, keys, bias=False)
@@ -62,13 +65,21 @@ class Attention(nn.Module):
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """RoPE in Llama's half-split layout; angles in float32 at least."""
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        half = self.head_dim // 2
-        powers = torch.arange(half, dtype=wide, device=x.device) / half
-        angles = positions.to(wide)[..., None, None] * self.theta**-powers
-        cos, sin = angles.cos(), angles.sin()
-        a, b = x.to(wide).split(half, dim=-1)
+        cos, sin = self.turns(positions, x.dtype)
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        a, b = x.to(cos.dtype).split(self.head_dim // 2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., d/2] of positions [...], as scaled RoPE multiplies them."""
+        wide, device = torch.promote_types(dtype, torch.float32), positions.device
+        if (device, wide) not in self._frequencies:
+            half = self.head_dim // 2
+            plain = self.theta ** -(torch.arange(half, dtype=wide, device=device) / half)
+            self._frequencies[device, wide] = plain if self.scaled is None else self.scaled[0].to(device, wide)
+        angles = positions.to(wide)[..., None] * self._frequencies[device, wide]
+        scale = 1.0 if self.scaled is None else self.scaled[1]
+        return angles.cos() * scale, angles.sin() * scale
 
 
 class MLP(nn.Module):
@@ -180,7 +191,9 @@ class Eagle3(nn.Module):
             post_norm=block.post_attention_layernorm.weight,
             final_norm=self.norm.weight,
         )
-        return ttt(aux_TF, token_ids_T, layout, steps, self.arch, self.embed_tokens.weight, weights)
+        positions = torch.arange(layout.longest + steps, device=aux_TF.device)
+        turns = attention.turns(positions, aux_TF.dtype)
+        return ttt(aux_TF, token_ids_T, layout, steps, self.arch, turns, self.embed_tokens.weight, weights)
 
     def unit_logits(self, unit: Tensor) -> Tensor:
         """Logits over the draft vocabulary [..., D] of a state [..., H] that `ttt` returned."""

@@ -24,7 +24,6 @@ from eagle3x.capture import (
     Reader,
     exported_keys,
     predicted_boundaries,
-    trained_boundaries,
 )
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.types import EagleError
@@ -32,11 +31,13 @@ from eagle3x.types import EagleError
 if TYPE_CHECKING:
     from eagle3x.engines.config import ServeSlot
     from eagle3x.pipeline import StageRun
+    from eagle3x.targets import Target
 
 CHECKPOINT = "checkpoint"
 RECORD = "export.json"
 SCHEMA_VERSION = 1
 VLLM_VERSION = "0.32.0"
+NOT_TRAINED = "serve.capture=published serves its layer ids as they are, whatever they mean to the engine"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Fed:
 
 @dataclass(frozen=True)
 class Export:
-    """An exported drafter. `trained`: the boundaries it was trained on; None if nobody said."""
+    """An exported drafter. `trained`: the boundaries it was trained on; None if nobody said. `note`: who said it."""
 
     directory: Path
     """What an engine is given."""
@@ -87,28 +88,10 @@ def make(run: StageRun) -> dict[str, Any]:
     cfg, n = run.cfg, run.target.num_blocks
     parent = run.inputs["drafter"]
     source, directory = parent.path / CHECKPOINT, run.work / CHECKPOINT
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # Only a drafter that was trained here was made from states, whose boundaries are therefore known.
-    trained_here = "hidden_states" in parent.manifest.parents
-    if trained_here:
-        trained, note = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, n), None
-    else:
-        trained, note = _named_by(config)
-
-    sglang_refused = None
-    if cfg.serve.capture != "trained":
-        keys = _by_hand(cfg.serve, cfg.target.aux_layer_ids)
-    elif trained_here and trained is not None:
-        keys = exported_keys(trained, n, run.target.model_class)
-        sglang_refused = keys.refused
-    else:
-        keys = None
-    if keys is not None:
-        _require_columns(keys, config)
-        config = _with_keys(config, keys)
-    config["max_position_embeddings"] = max(
-        config["max_position_embeddings"], run.target.max_position_embeddings
-    )  # a smaller one silently costs acceptance on long contexts
+    published = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    said = parent.manifest.facts
+    trained, note = said["boundaries"] and tuple(said["boundaries"]), said["boundaries_said_by"]
+    config, sglang_refused = served_config(published, trained, note, cfg.serve, cfg.target.aux_layer_ids, run.target)
 
     if directory.exists():
         shutil.rmtree(directory)
@@ -129,6 +112,50 @@ def make(run: StageRun) -> dict[str, Any]:
     }
     (run.work / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record
+
+
+def served_config(
+    published: Mapping[str, Any],
+    trained: tuple[int, ...] | None,
+    note: str | None,
+    serve: ServeSlot,
+    target_ids: Sequence[int],
+    target: Target,
+) -> tuple[dict[str, Any], str | None]:
+    """The drafter's config.json with the ids that `serve.capture` asks for, and why SGLang is refused, if it is.
+
+    Raises EagleError if the ids are to be those that it was `trained` on, and nobody knows them (`note` says what to
+    do), or if their number is not that which its fc reads.
+    """
+    refused = None
+    match serve.capture:
+        case "published":
+            keys = None
+        case "trained":
+            if trained is None:
+                raise EagleError(f"nobody knows which boundaries the drafter was trained on: {note}. {NOT_TRAINED}")
+            keys = exported_keys(trained, target.num_blocks, target.model_class)
+            refused = keys.refused
+        case _:
+            keys = _by_hand(serve, target_ids)
+    config = dict(published)
+    if keys is not None:
+        _require_columns(keys, config)
+        config = _with_keys(config, keys)
+    config["max_position_embeddings"] = max(
+        config["max_position_embeddings"], target.max_position_embeddings
+    )  # a smaller one silently costs acceptance on long contexts
+    return config, refused
+
+
+def rewrite_ids(directory: Path, boundaries: tuple[int, ...], target: Target) -> str | None:
+    """Write the ids that feed `boundaries` on each engine into a checkpoint; returns why SGLang is refused, or None."""
+    file = directory / "config.json"
+    keys = exported_keys(boundaries, target.num_blocks, target.model_class)
+    config = json.loads(file.read_text(encoding="utf-8"))
+    _require_columns(keys, config)
+    file.write_text(json.dumps(_with_keys(config, keys), indent=2) + "\n", encoding="utf-8")
+    return keys.refused
 
 
 def known_readers(model_class: str) -> list[Reader]:
@@ -154,20 +181,6 @@ def _fed(reader: Reader, config: Mapping[str, Any], export: Export) -> Fed:
 def _row(reader: Reader, export: Export) -> dict[str, Any]:
     fed = export.fed(reader)
     return {**asdict(reader), **asdict(fed), "predicted": None if fed.predicted is None else list(fed.predicted)}
-
-
-def _named_by(config: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, str]:
-    """What a foreign checkpoint says of its own training.
-
-    Top-level ids are boundaries wherever they are read. Nested ids are boundaries to some and blocks to others, so
-    they say nothing about the training.
-    """
-    if config.get(KEY):
-        return tuple(config[KEY]), f"trained boundaries as the pretrained drafter's {KEY} names them"
-    return None, (
-        f"the pretrained drafter's config has no top-level {KEY}, so the boundaries that it was trained on are not"
-        " known; its keys are served as they are"
-    )
 
 
 def _by_hand(serve: ServeSlot, target_ids: Sequence[int]) -> ExportedKeys:

@@ -44,34 +44,33 @@ class Weights:
 
 
 def ttt(
-    aux: Tensor, token_ids: Tensor, layout: Layout, steps: int, arch: Architecture, embedding: Tensor, weights: Weights
-) -> Tensor:
+    aux: Tensor, token_ids: Tensor, layout: Layout, steps: int, arch: Architecture, turns: tuple[Tensor, Tensor],
+    embedding: Tensor, weights: Weights,
+) -> Tensor:  # fmt: skip
     """The state of each step before the final norm's weight: root mean square 1, [K, R, H].
 
-    aux [T, F], in the precision of the computation. token_ids [T]. embedding [V, H]: frozen.
+    aux [T, F], in the precision of the computation. token_ids [T]. turns: RoPE's cosines and sines [positions, d/2],
+    K more than the longest document has. embedding [V, H]: frozen.
     """
-    states: Tensor = _Ttt.apply(aux, token_ids, layout, steps, arch, embedding, *vars(weights).values())  # type: ignore[assignment]
-    return states
+    return _Ttt.apply(aux, token_ids, layout, steps, arch, turns, embedding, *vars(weights).values())  # type: ignore[return-value]
 
 
 class _Pass:
     """What forward and backward share: the weights as the products read them, and what the forward leaves behind."""
 
-    def __init__(self, like: Tensor, layout: Layout, steps: int, arch: Architecture, w: Weights) -> None:
+    def __init__(
+        self, like: Tensor, layout: Layout, steps: int, arch: Architecture, turns: tuple[Tensor, Tensor], w: Weights
+    ) -> None:
         self.layout, self.steps, self.arch, self.kernels = layout, steps, arch, kernels_for(like)
         self.heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
         self.gains = {n: g.to(like.dtype) for n, g in (("hidden", w.hidden_norm), ("final", w.final_norm))}
-        H, device = arch.hidden_size, like.device
+        H = arch.hidden_size
         self.fc = folded([w.fc], w.fc_gain, like)
         self.embedded = folded([x[:, :H] for x in (w.q, w.k, w.v)], w.input_norm, like)
         self.hidden = folded([x[:, H:] for x in (w.q, w.k, w.v)], w.hidden_norm, like)
         self.out, self.down = folded([w.o], None, like), folded([w.down], None, like)
         self.gate_up = folded([w.gate, w.up], w.post_norm, like)
-        wide = torch.promote_types(like.dtype, torch.float32)
-        half = arch.head_dim // 2
-        frequencies = arch.rope_theta ** -(torch.arange(half, dtype=wide, device=device) / half)
-        turns = torch.arange(layout.longest + steps, dtype=wide, device=device)[:, None] * frequencies
-        self.angles = turns.cos(), turns.sin()
+        self.turns = turns
 
     def forward(self, aux: Tensor, token_ids: Tensor, embedding: Tensor) -> Tensor:
         arch, heads, kernels, layout, eps = self.arch, self.heads, self.kernels, self.layout, self.arch.rms_norm_eps
@@ -82,7 +81,7 @@ class _Pass:
         self.token_hat = kernels.unit_rows(embedding, token_ids, eps, aux.dtype)
         from_tokens = self.token_hat @ self.embedded.T
         self.shared = self.entry @ self.hidden[Q:].T
-        kernels.rotate_(self.shared, from_tokens, None, layout.positions, 0, self.angles, heads, "kv")
+        kernels.rotate_(self.shared, from_tokens, None, layout.positions, 0, self.turns, heads, "kv")
 
         def stack(*width: int) -> Tensor:
             return aux.new_empty(steps, R, *width)
@@ -101,7 +100,7 @@ class _Pass:
             part, columns = ("q", slice(Q)) if step == 0 else ("qkv", slice(None))
             qkv = self.qkv[step, :, columns]
             torch.mm(hat, self.hidden[columns].T, out=qkv)
-            kernels.rotate_(qkv, from_tokens, layout.rows, layout.positions, step, self.angles, heads, part)
+            kernels.rotate_(qkv, from_tokens, layout.rows, layout.positions, step, self.turns, heads, part)
             kernels.attend(self.qkv, step, self.shared, layout, heads, self.attended, self.lse)
             stream, scale = kernels.add_unit(residual, self.attended[step] @ self.out.T, eps, self.post[step])
             self.post_scales.append(scale)
@@ -155,12 +154,12 @@ class _Pass:
                 kernels.own_backward(d_attended, self.lse, delta, self.qkv, step, heads, d_qkv)
             part, columns = ("q", slice(Q)) if step == 0 else ("qkv", slice(None))
             d_read = d_qkv[step, :, columns]
-            kernels.unrotate_(d_read, layout.rows, layout.positions, step, self.angles, heads, part)
+            kernels.unrotate_(d_read, layout.rows, layout.positions, step, self.turns, heads, part)
             carried_hat, carried = d_read @ self.hidden[columns], d_stream[step]
         assert carried_hat is not None, "there is at least one step"
         assert carried is not None
         d_shared = kernels.shared_backward(d_attended, self.lse, delta, self.qkv, self.shared, layout, heads)
-        kernels.unrotate_(d_shared, None, layout.positions, 0, self.angles, heads, "kv")
+        kernels.unrotate_(d_shared, None, layout.positions, 0, self.turns, heads, "kv")
         d_entry = d_shared @ self.hidden[Q:]
         if arch.norm_before_residual:
             d_hidden_norm += (carried * self.row_entry).sum(0)
@@ -217,10 +216,10 @@ class _Pass:
 class _Ttt(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, aux: Tensor, token_ids: Tensor, layout: Layout, steps: int, arch: Architecture, embedding: Tensor,
-        *weights: Tensor,
+        ctx: Any, aux: Tensor, token_ids: Tensor, layout: Layout, steps: int, arch: Architecture,
+        turns: tuple[Tensor, Tensor], embedding: Tensor, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        run = _Pass(aux, layout, steps, arch, Weights(*weights))
+        run = _Pass(aux, layout, steps, arch, turns, Weights(*weights))
         states = run.forward(aux, token_ids, embedding)
         if any(ctx.needs_input_grad):
             ctx.run = run
@@ -231,4 +230,5 @@ class _Ttt(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         run: _Pass = ctx.run
         del ctx.run
-        return None, None, None, None, None, None, *vars(run.backward(grads[0], Weights(*ctx.saved_tensors))).values()
+        weights = run.backward(grads[0], Weights(*ctx.saved_tensors))
+        return *(None,) * 7, *vars(weights).values()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -196,6 +197,12 @@ class Worker(Child):
             raise self._lost() from error
         self._answering = True
         return self._answers()
+
+    def answered(self, within: float) -> bool:
+        """Whether the first reply to the last request is there, or the worker ended; waits at most `within` seconds."""
+        poll = select.poll()
+        poll.register(self._replies, select.POLLIN)
+        return bool(poll.poll(within * 1000))
 
     def stop(self, grace: float = 10.0) -> None:
         """End the worker: the end of its stdin tells it first, then as `Child.stop`."""

@@ -70,18 +70,19 @@ class ServeSlot:
     """Who serves the target with the exported drafter, and what its exported config says about layers.
 
     `capture`: `trained` writes for each engine the ids that feed the boundaries the drafter was trained on; `as_is`
-    and `plus_one` write `aux_layer_ids` (default: the target's) raw, or plus one, into both keys, as people do by hand.
+    and `plus_one` write `aux_layer_ids` (default: the target's) raw, or plus one, into both keys, as people do by hand;
+    `published` leaves a pretrained drafter's keys as they are.
     """
 
     backend: Backend
     quantization: Quantization
     attention: Attention
-    capture: Literal["trained", "as_is", "plus_one"]
+    capture: Literal["trained", "as_is", "plus_one", "published"]
     aux_layer_ids: tuple[int, ...] | None
 
     def __post_init__(self) -> None:
-        if self.aux_layer_ids is not None and self.capture == "trained":
-            raise ValueError("aux_layer_ids needs capture=as_is or plus_one: `trained` works the ids out itself")
+        if self.aux_layer_ids is not None and self.capture in ("trained", "published"):
+            raise ValueError(f"aux_layer_ids needs capture=as_is or plus_one: `{self.capture}` has ids of its own")
 
 
 @plain_dataclass(frozen=True)

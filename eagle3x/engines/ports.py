@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 from collections.abc import Iterable
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+LOWEST, HIGHEST = 1024, 65535
+"""Ports that a server without privileges can have."""
 LISTEN = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
 
-def free_port() -> int:
-    """A port that nobody holds now. Someone may take it before it is used: whoever starts a server must check."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+def free_port(highest: int = HIGHEST) -> int:
+    """A port up to `highest` that nobody holds now. Someone may take it before it is used: a starter must check."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = probe.getsockname()[1]
+        if port > highest:  # the system's own choice is above: look further down
+            port = random.randint(LOWEST, highest)
+            if taken(port):
+                continue
+        return port
 
 
 def taken(port: int) -> bool:

@@ -15,7 +15,7 @@ import httpx
 
 from eagle3x import progress
 from eagle3x.engines.child import Child, EngineDied
-from eagle3x.engines.ports import LOOPBACK, free_port, listens, taken
+from eagle3x.engines.ports import HIGHEST, LOOPBACK, free_port, listens, taken
 from eagle3x.types import EagleError
 
 PORT_TRIES = 5
@@ -46,14 +46,15 @@ class Server:
         env: Mapping[str, str] | None = None,
         timeout: float,
         port: int | None = None,
+        highest_port: int = HIGHEST,
         health: str = "/health",
         wanted: Callable[[], bool] = lambda: True,
     ) -> Server:
         """Start a server on 127.0.0.1 and wait until `health` answers 200, at most `timeout` seconds.
 
-        `argv_for_port`: the command line for a port, which must bind 127.0.0.1. `port`: None takes a free one; if
-        another program gets that port first, another is tried. `env` is added to this process's environment. `wanted`:
-        asked while it starts; False ends it.
+        `argv_for_port`: the command line for a port, which must bind 127.0.0.1. `port`: None takes a free one, up to
+        `highest_port`; if another program gets that port first, another is tried. `env` is added to this process's
+        environment. `wanted`: asked while it starts; False ends it.
 
         Raises:
             EngineDied: it ended before it was ready; the message has the end of its log.
@@ -64,14 +65,14 @@ class Server:
                 raise EagleError(f"backend.port={port}: another program listens there; name a free port, or null")
             return cls._launched(argv_for_port, port, log, env, timeout, health, wanted)
         for _ in range(PORT_TRIES - 1):
-            chosen = free_port()
+            chosen = free_port(highest_port)
             try:
                 return cls._launched(argv_for_port, chosen, log, env, timeout, health, wanted)
             except EngineDied:
                 if not taken(chosen):
                     raise
                 progress.log(f"port {chosen} was taken by another program before the server got it: trying another")
-        return cls._launched(argv_for_port, free_port(), log, env, timeout, health, wanted)
+        return cls._launched(argv_for_port, free_port(highest_port), log, env, timeout, health, wanted)
 
     @classmethod
     def attach(cls, url: str, health: str = "/health") -> Server:

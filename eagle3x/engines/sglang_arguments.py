@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from eagle3x.engines.inside.sglang_capture.order import VARIABLE, CaptureOrder
 from eagle3x.engines.resolved import config_of, is_mla, quantization_argument, resolved_dtype
 from eagle3x.engines.sglang_serve import capacity
 from eagle3x.types import ConfigError
@@ -156,6 +157,12 @@ def environment(slot: Slot, hardware: Hardware) -> dict[str, str]:
     elif hardware.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in hardware.devices)
     return variables
+
+
+def capture_environment(layer_ids: Sequence[int], ring: str) -> dict[str, str]:
+    """What makes SGLang's models capture at these layers into the ring at this path."""
+    order = CaptureOrder(tuple(layer_ids), ring)
+    return {VARIABLE: order.to_json(), "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_capture"}
 
 
 def reserved(engine_args: Mapping[str, Any]) -> list[str]:

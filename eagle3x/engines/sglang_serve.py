@@ -17,7 +17,7 @@ from eagle3x.engines.flags import flags
 from eagle3x.engines.ports import LOOPBACK
 from eagle3x.engines.server import Server
 from eagle3x.engines.server_endpoint import ServerEndpoint
-from eagle3x.engines.sglang_report import ALGORITHM, read
+from eagle3x.engines.sglang_report import ALGORITHM, Asked, compared, read
 from eagle3x.engines.sglang_stream import GenerateDialect
 from eagle3x.types import EagleError
 
@@ -36,6 +36,8 @@ AS_IT_IS = "unquant"
 """Of `speculative_draft_model_quantization`: the drafter as its checkpoint has it."""
 PAGE = 128
 """Tokens of the largest page of a KV cache that an attention backend wants; SGLang cuts its cache to whole pages."""
+HIGHEST_PORT = 55535
+"""0.5.14 derives a port 10,000 above its own, used or not, and does not start if there is none (server_args.py)."""
 DRAFT_ROOM = 256
 """Tokens of KV cache for each request's drafts, whether it speculates or not: both sides have the same cache."""
 
@@ -116,6 +118,7 @@ def serve(
             env={**ENVIRONMENT, **launch.environment},
             timeout=launch.timeout,
             port=launch.port,
+            highest_port=HIGHEST_PORT,
             wanted=wanted,
         ),
         GenerateDialect(launch.target, speculation, metrics=True),
@@ -182,21 +185,11 @@ def differences(
 ) -> list[str]:
     """Where the server does not run as it was asked to; `info` is the JSON of its /server_info."""
     reported = read(info)
-    asked: dict[str, tuple[Any, Any]] = {
-        "version": (launch.interpreter.version.split("+")[0], reported.version.split("+")[0]),
-        "attention": ([launch.attention], sorted(reported.attention)),
-        "quantization": (launch.quantization, reported.quantization),
-        "tokens of KV cache (a smaller backend.batch_size needs fewer)": (
-            launch.arguments["max_total_tokens"],
-            reported.kv_tokens,
-        ),
+    asked = {
+        **compared(Asked(launch.interpreter.version, launch.attention, launch.quantization, launch.arguments), info),
         "algorithm": (None if drafter is None else ALGORITHM, reported.algorithm),
         "drafter": (None if drafter is None else str(drafter), reported.drafter),
         "drafter's quantization": (None, reported.drafter_quantization),
         "speculation": (speculation, reported.speculation),
     }
-    for name, value in launch.arguments.items():
-        # Of the backends that prefill and decode can have of their own, SGLang may report both as the one for all.
-        if not name.endswith("attention_backend"):
-            asked[name] = (value, info.get(name, "nothing of that name"))
     return [f"{name}: asked {value}, serves with {found}" for name, (value, found) in asked.items() if value != found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,6 +102,29 @@ def arguments(slot: Slot, target: Target, hardware: Hardware, attention: str, lo
         shared["attention_backend"] = attention
         shared["gpu_memory_utilization"] = backend.memory_fraction
     return {**shared, **backend.engine_args}
+
+
+def capture_arguments(layer_ids: Sequence[int], boundaries: int, ring: str, step_tokens: int) -> dict[str, Any]:
+    """Arguments that make vLLM capture these layers into the ring at this path: whole prompts, `step_tokens` a step.
+
+    The first `boundaries` of the layers are for the drafter, the last of them all is the last hidden state.
+    """
+    spec = {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": spec},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "StatesConnector",
+            "kv_connector_module_path": "vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"ring": ring, "boundaries": boundaries},
+        },
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": step_tokens,
+    }
 
 
 def environment(slot: Slot, target: Target, hardware: Hardware, longest: int, python: Path) -> dict[str, str]:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from eagle3x.capture import Reader, default_boundaries, predicted_boundaries
 from eagle3x.engines import spec_metrics, vllm_log
 from eagle3x.engines.flags import flags
+from eagle3x.engines.offline import INSIDE
 from eagle3x.engines.openai_stream import OpenAIDialect
 from eagle3x.engines.ports import LOOPBACK
 from eagle3x.engines.server import Server
 from eagle3x.engines.server_endpoint import ServerEndpoint
-from eagle3x.engines.vllm_offline import INSIDE
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:

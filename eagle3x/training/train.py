@@ -22,8 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3x.data.shards import Sample, Shards
-from eagle3x.drafters import checkpoint, vocab
+from eagle3x.drafters import checkpoint, location, vocab
+from eagle3x.drafters import origin as origins
 from eagle3x.drafters.architecture import Architecture
+from eagle3x.drafters.config_keys import ignored
 from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.drafters.losses import Teacher
 from eagle3x.drafters.warm_start import random_start, warm_start
@@ -45,11 +47,32 @@ METRICS = "metrics.jsonl"
 
 
 def make(run: StageRun) -> dict[str, Any]:
-    """Write the drafter into `run.work`; returns what is known of it and of its training."""
+    """Write the drafter into `run.work`; returns what is known of it, of its boundaries, and of its training."""
     if run.cfg.drafter.source == "pretrained":
-        drafter = checkpoint.republish(_pretrained(run.cfg.drafter), run.work / CHECKPOINT, run.target)
-        return {"source": "pretrained", "draft_vocab_size": drafter.arch.draft_vocab_size}
+        return {"source": "pretrained", **_take_over(run)}
     return {"source": "custom", **_train(run)}
+
+
+def _take_over(run: StageRun) -> dict[str, Any]:
+    """Check a published drafter by loading it, and write it in our format."""
+    published = _published(run.cfg.drafter)
+    drafter = checkpoint.republish(published, run.work / CHECKPOINT, run.target)
+    log(f"Drafter: {checkpoint.format_of(published.config)} in {published.dtype}, {published.arch}")
+    origin = origins.of(run.cfg.drafter, published.config, run.target.num_blocks)
+    likeness = checkpoint.embedding_likeness(drafter, run.target)
+    if likeness is not None and likeness < checkpoint.UNRELATED:
+        log(
+            f"Drafter: its embedding has a median cosine of {likeness:.2f} to the target's: random, or another model's;"
+            " vLLM uses it, SGLang always takes the target's"
+        )
+    return {
+        "format": checkpoint.format_of(published.config),
+        "draft_vocab_size": drafter.arch.draft_vocab_size,
+        "ignored_keys": ignored(published.config),
+        "boundaries": None if origin.boundaries is None else list(origin.boundaries),
+        "boundaries_said_by": origin.said_by,
+        "embedding_likeness": likeness,
+    }
 
 
 def initial_drafter(
@@ -66,6 +89,8 @@ def initial_drafter(
     start: False leaves the weights random, for a run that is about to load them.
     """
     torch.manual_seed(seed)
+    if cfg.init_from is not None:
+        return _fine_tuned(cfg, target, len(train.spec.boundaries))
     vocabulary = vocab.build(
         responses=(t for s in samples for t in s.token_ids[s.loss_mask].tolist()),
         prompts=(t for s in samples for t in s.token_ids[~s.loss_mask].tolist()),
@@ -82,6 +107,14 @@ def initial_drafter(
         warm_start(drafter, target, samples, train.spec.last_norm)
     else:
         random_start(drafter, target)
+    return drafter
+
+
+def _fine_tuned(cfg: Drafter, target: Target, num_aux: int) -> Eagle3:
+    """A published drafter that training goes on with. EagleError if its fc reads another number of boundaries."""
+    drafter = checkpoint.module(_published(cfg), target)
+    if drafter.arch.num_aux != num_aux:
+        raise EagleError(f"drafter.init_from={cfg.init_from} reads {drafter.arch.num_aux} boundaries, not {num_aux}")
     return drafter
 
 
@@ -153,12 +186,16 @@ def _train(run: StageRun) -> dict[str, Any]:
 
     drafter.cpu()
     load_trained(drafter, best)
-    checkpoint.save(drafter, work / CHECKPOINT, {})
+    # A published drafter may have brought an embedding of its own.
+    own = cfg.drafter.init_from is not None and not torch.equal(drafter.embed_tokens.weight, target.embedding())
+    checkpoint.save(drafter, work / CHECKPOINT, {}, with_embedding=own)
     shutil.rmtree(work / "resume")
     for scrap in (best, work / "argmax.safetensors"):
         scrap.unlink()
     covered = drafter.t2d
     return {
+        "boundaries": list(train.spec.boundaries),
+        "boundaries_said_by": None,
         "steps": len(data.plan),
         "tokens": module.tokens_seen,
         "kept_rows": module.kept_rows,
@@ -272,12 +309,8 @@ def _coverage(t2d: Tensor, samples: Sequence[Sample]) -> float:
     return float(torch.cat([t2d[s.token_ids[s.loss_mask]] for s in samples]).float().mean())
 
 
-def _pretrained(cfg: Drafter) -> Path:
-    """The directory of a pretrained drafter; a hub id is downloaded (weights as safetensors only)."""
-    if cfg.path is not None:
-        return Path(cfg.path)
-    from huggingface_hub import snapshot_download
-
-    assert cfg.hub_id is not None, "the config refuses a pretrained drafter without a source"
-    patterns = ["*.json", "*.safetensors"]
-    return Path(snapshot_download(cfg.hub_id, revision=cfg.revision, allow_patterns=patterns))
+def _published(cfg: Drafter) -> checkpoint.Published:
+    """Somebody's checkpoint, as the config names it."""
+    directory = location.resolve(cfg)
+    assert directory is not None, "the config refuses a published drafter without a source"
+    return checkpoint.read(directory, cfg.made_by, cfg.allow_bin)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from eagle3x.artifacts import Artifact, ArtifactSpec, Store
 from eagle3x.commands import artifacts
+from eagle3x.commands.config import ArtifactsArgs
 from eagle3x.types import ConfigError
 
 
@@ -27,9 +30,10 @@ def make(store: Store, stage: str, identity: dict[str, Any], version: int = 1, *
     return store.get_or_make(ArtifactSpec(stage, version, identity, parents, {}), write)
 
 
-def say(store: Store, action: Literal["list", "explain", "drop"], *keys: str, width: int = 100) -> list[str]:
+def say(store: Store, action: Any, *keys: str, width: int = 100, **clean: Any) -> list[str]:
     out = io.StringIO()
-    artifacts.run(store, action, keys, Console(file=out, width=width))
+    wanted: dict[str, Any] = {"older_than_days": None, "keep_gib": None, "dry_run": False, **clean}
+    artifacts.run(store, ArtifactsArgs("artifacts", action, keys, **wanted), Console(file=out, width=width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -147,3 +151,53 @@ def test_drop(store: Store) -> None:
 def test_refusals(store: Store, action: Any, keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         say(store, action, *keys)
+
+
+def unused_for(artifact: Artifact, days: float) -> None:
+    then = time.time() - days * 86400
+    os.utime(artifact.path / "manifest.json", (then, then))
+
+
+def test_clean_by_the_last_use(store: Store) -> None:
+    """Three of 10 KiB and a manifest each; the first is the oldest, but was reused today."""
+    first, second, third = (make(store, "prompts", {"seed": seed}) for seed in (1, 2, 3))
+    for artifact, days in ((first, 60), (second, 40), (third, 10)):
+        unused_for(artifact, days)
+    make(store, "prompts", {"seed": 1})
+    size = f"{sum(f.stat().st_size for f in second.path.iterdir()) / 1024:.1f} KiB"
+    assert say(store, "clean", older_than_days=30, dry_run=True) == [f"would drop {size}: prompts {second.key}"]
+    assert second.path.exists()
+    assert say(store, "clean", older_than_days=30) == [f"dropped {size}: prompts {second.key}"]
+    assert [first.path.exists(), second.path.exists(), third.path.exists()] == [True, False, True]
+    assert say(store, "clean", older_than_days=30) == [f"nothing to clean in {store.root}"]
+
+
+def test_clean_by_size_drops_the_longest_unused(store: Store) -> None:
+    made = [make(store, "prompts", {"seed": seed}) for seed in range(4)]
+    for artifact, days in zip(made, (1, 4, 2, 3), strict=True):
+        unused_for(artifact, days)
+    room = 2.5 * sum(f.stat().st_size for f in made[0].path.iterdir()) / 1024**3
+    assert len(say(store, "clean", keep_gib=room)) == 2
+    assert [artifact.path.exists() for artifact in made] == [True, False, True, False]
+    say(store, "clean", keep_gib=0)
+    assert not any(artifact.path.exists() for artifact in made)
+
+
+def test_clean_leaves_what_is_being_made(store: Store) -> None:
+    lines: list[list[str]] = []
+
+    def write(work: Path) -> dict[str, Any]:
+        (work / "payload").write_bytes(b"x")
+        lines.append(say(store, "clean", keep_gib=0))
+        return {}
+
+    store.get_or_make(ArtifactSpec("prompts", 1, {}, {}, {}), write)
+    assert "being made by another run" in lines[0][0]
+
+
+def test_clean_needs_a_measure_and_is_alone_with_it(store: Store) -> None:
+    for action, keys, options in (
+        ("clean", (), {}), ("clean", ("abcd",), {"keep_gib": 1}), ("list", (), {"keep_gib": 1}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"older_than_days|takes no keys"):
+            say(store, action, *keys, **options)

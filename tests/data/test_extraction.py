@@ -107,7 +107,9 @@ def stage(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) 
     slot = SimpleNamespace(role="extract", backend=SimpleNamespace(name="transformers"))
     run = SimpleNamespace(
         cfg=SimpleNamespace(
-            capture=SimpleNamespace(offset=1, dtype="auto", probe_tokens=24), hardware=SimpleNamespace(device="cpu")
+            capture=SimpleNamespace(offset=1, dtype="auto", probe_tokens=24),
+            hardware=SimpleNamespace(device="cpu"),
+            hidden_states=SimpleNamespace(source=None),
         ),
         work=tmp_path / "work",
         inputs={"responses": SimpleNamespace(path=source)},

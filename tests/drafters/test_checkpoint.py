@@ -40,7 +40,7 @@ def drafter(target: Target, **changes: bool | int) -> Eagle3:
 @pytest.mark.parametrize("variant", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", None])
 def test_round_trip_is_exact(tiny_target: Target, tmp_path: Path, variant: str | None) -> None:
     model = drafter(tiny_target, **({variant: True} if variant else {}))
-    checkpoint.save(model, tmp_path, {"eagle_config": {"x": 1}})
+    checkpoint.save(model, tmp_path, {"eagle_config": {"use_aux_hidden_state": True}})
     again = checkpoint.load(tmp_path, tiny_target)
     assert again.arch == model.arch
     ours, theirs = model.state_dict(), again.state_dict()
@@ -50,7 +50,7 @@ def test_round_trip_is_exact(tiny_target: Target, tmp_path: Path, variant: str |
         assert tensor.dtype == theirs[name].dtype
     assert {n for n, p in again.named_parameters() if not p.requires_grad} == {"embed_tokens.weight"}
     assert "embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
-    assert json.loads((tmp_path / "config.json").read_text())["eagle_config"] == {"x": 1}
+    assert json.loads((tmp_path / "config.json").read_text())["eagle_config"] == {"use_aux_hidden_state": True}
 
 
 def test_names_and_shapes_are_those_that_engines_load(tiny_target: Target, tmp_path: Path) -> None:
@@ -142,13 +142,37 @@ def test_of_another_target_or_no_checkpoint(tiny_target: Target, tmp_path: Path)
         checkpoint.load(tmp_path, tiny_target)
 
 
-def test_republish_keeps_every_bit_and_the_dtype(tiny_target: Target, tmp_path: Path) -> None:
+def test_republish_keeps_every_bit_the_dtype_and_the_layer_ids(tiny_target: Target, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     model = drafter(tiny_target).to(torch.bfloat16)
-    checkpoint.save(model, source, {"note": "theirs"})
-    checkpoint.republish(source, out, tiny_target)
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "use_last_layernorm": True}}
+    checkpoint.save(model, source, {**ids, "initializer_range": 0.02})
+    checkpoint.republish(checkpoint.read(source), out, tiny_target)
     ours, theirs = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[n], theirs[n]) and ours[n].dtype == theirs[n].dtype for n in ours)
     assert ours["fc.weight"].dtype == torch.bfloat16
-    assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    assert config == {**model.arch.to_config(), "torch_dtype": "bfloat16", **ids}
+
+
+def test_a_head_that_is_the_targets_is_written_for_vllm(tiny_target: Target, tmp_path: Path) -> None:
+    """SGLang shares the target's head where the config names no draft vocabulary; vLLM has no such rule."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    checkpoint.save(drafter(tiny_target, draft_vocab_size=128), source, {"draft_vocab_size": None})
+    tensors = load_file(source / "model.safetensors")
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    save_file(tensors, source / "model.safetensors")
+    checkpoint.republish(checkpoint.read(source), out, tiny_target)
+    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], tiny_target.head())
+
+
+def test_an_embedding_of_another_model_is_told_from_the_targets(tiny_target: Target) -> None:
+    model = drafter(tiny_target)
+    assert checkpoint.embedding_likeness(model, tiny_target) == pytest.approx(1)
+    with torch.no_grad():
+        model.embed_tokens.weight.normal_()
+    likeness = checkpoint.embedding_likeness(model, tiny_target)
+    assert likeness is not None
+    assert likeness < checkpoint.UNRELATED

@@ -12,6 +12,7 @@ from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.kernels import layout
 from eagle3x.kernels.layout import layout_of
+from eagle3x.types import EagleError
 
 ARCH = Architecture(
     hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=4, rms_norm_eps=1e-5,
@@ -221,9 +222,9 @@ def test_config_round_trip_and_refusals() -> None:
         "attention_bias": True, "num_hidden_layers": 2, "tie_word_embeddings": True, "hidden_act": "gelu",
         "architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
     }.items():  # fmt: skip
-        with pytest.raises(Exception, match=key if key != "rope_scaling" else "rope_parameters"):
+        with pytest.raises(EagleError, match=key if key != "rope_scaling" else "RoPE of type llama3"):
             Architecture.from_config({**ARCH.to_config(), key: value})
-    with pytest.raises(Exception, match="lacks max_position_embeddings"):
+    with pytest.raises(EagleError, match="lacks max_position_embeddings"):
         Architecture.from_config({k: v for k, v in ARCH.to_config().items() if k != "max_position_embeddings"})
 
 

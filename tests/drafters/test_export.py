@@ -39,26 +39,30 @@ def stage_run(
     target_ids: tuple[int, ...] = (2, 14, 26),
     model_class: str = "LlamaForCausalLM",
     pretrained: dict[str, Any] | None = None,
+    boundaries: tuple[int, ...] | None = None,
 ) -> StageRun:
-    """A run of the stage on a drafter trained here, or on a checkpoint whose config has the keys `pretrained`."""
+    """A run of the stage on a drafter trained here, or on a checkpoint whose config has the keys `pretrained`.
+
+    boundaries: what the drafter stage knows of a pretrained drafter.
+    """
     source = path / "drafter" / "checkpoint"
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(json.dumps(ARCHITECTURE.to_config() | (pretrained or {})))
     (source / "model.safetensors").write_bytes(b"weights")
     work = path / "export"
     work.mkdir(exist_ok=True)
-    parents = {"hidden_states": "1234"} if pretrained is None else {}
+    trained = [i + offset for i in target_ids] if pretrained is None else boundaries
+    facts = {"boundaries": trained, "boundaries_said_by": None if pretrained is None else "nobody, or its config"}
     return cast(
         StageRun,
         SimpleNamespace(
             work=work,
             cfg=SimpleNamespace(
                 target=SimpleNamespace(aux_layer_ids=target_ids),
-                capture=SimpleNamespace(offset=offset),
                 serve=SimpleNamespace(capture=capture, aux_layer_ids=aux_layer_ids),
             ),
             inputs={
-                "drafter": SimpleNamespace(path=path / "drafter", manifest=SimpleNamespace(parents=parents)),
+                "drafter": SimpleNamespace(path=path / "drafter", manifest=SimpleNamespace(facts=facts)),
             },
             target=SimpleNamespace(num_blocks=30, model_class=model_class, max_position_embeddings=8192),
         ),
@@ -142,23 +146,39 @@ def test_ids_that_crash_a_reader_are_refused(tmp_path: Path) -> None:
     assert "last block" in str(result.fed(sglang()).refused)
 
 
-def test_pretrained_keeps_its_keys(tmp_path: Path) -> None:
-    make(stage_run(tmp_path, pretrained={"eagle_config": {KEY: [1, 13, 25], "use_aux_hidden_state": True}}))
+def test_published_keys_are_kept(tmp_path: Path) -> None:
+    keys = {"eagle_config": {KEY: [1, 13, 25], "use_aux_hidden_state": True}}
+    make(stage_run(tmp_path, "published", pretrained=keys))
     config = served_config(tmp_path)
     assert KEY not in config
     assert config["eagle_config"] == {KEY: [1, 13, 25], "use_aux_hidden_state": True}
     result = read_export(tmp_path / "export")
     assert result.trained is None
-    assert "not known" in str(result.note)
     assert result.fed(sglang()) == Fed((2, 14, 26), None, None)
     assert result.fed(V1) == Fed((1, 13, 25), None, None)
     assert result.fed(V2) == Fed((2, 15, 27), None, None)
 
 
-def test_pretrained_that_names_its_boundaries(tmp_path: Path) -> None:
-    make(stage_run(tmp_path, pretrained={KEY: [2, 15, 26]}))
+def test_what_nobody_knows_is_not_served_as_trained(tmp_path: Path) -> None:
+    with pytest.raises(EagleError, match=r"nobody knows .* serve\.capture=published"):
+        make(stage_run(tmp_path, pretrained={"eagle_config": {KEY: [1, 13, 25]}}))
+
+
+def test_a_published_drafter_is_made_right_on_every_engine(tmp_path: Path) -> None:
+    """Only its nested key was there, or only its top-level one: an engine that reads the other fed its default."""
+    for keys in ({"eagle_config": {KEY: [1, 14, 25]}}, {KEY: [2, 15, 26]}):
+        make(stage_run(tmp_path, pretrained=keys, boundaries=(2, 15, 26)))
+        config = served_config(tmp_path)
+        assert (config[KEY], config["eagle_config"][KEY]) == ([2, 15, 26], [1, 14, 25])
+        result = read_export(tmp_path / "export")
+        assert result.trained == (2, 15, 26)
+        for reader in (V1, V2, sglang(), sglang(version="0.5.14")):
+            assert result.fed(reader) == Fed((2, 15, 26), None, False)
+
+
+def test_published_keys_are_compared_with_what_is_known(tmp_path: Path) -> None:
+    make(stage_run(tmp_path, "published", pretrained={KEY: [2, 15, 26]}, boundaries=(2, 15, 26)))
     result = read_export(tmp_path / "export")
-    assert result.trained == (2, 15, 26)
     assert result.fed(V1) == Fed((2, 15, 26), None, False)
     assert result.fed(sglang()) == Fed((2, 15, 27), None, True)  # its silent default
 
@@ -209,5 +229,5 @@ def test_wrong_number_of_ids(tmp_path: Path) -> None:
 
 
 def test_longer_drafter_keeps_its_positions(tmp_path: Path) -> None:
-    make(stage_run(tmp_path, pretrained={"max_position_embeddings": 100000}))
+    make(stage_run(tmp_path, pretrained={"max_position_embeddings": 100000}, boundaries=(2, 14, 26)))
     assert served_config(tmp_path)["max_position_embeddings"] == 100000

@@ -89,6 +89,15 @@ def test_a_given_port_is_used(tmp_path: Path) -> None:
         assert server.url == f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.parametrize("highest", [65535, 55535, 32767, 2000])
+def test_a_free_port_is_no_higher_than_asked(highest: int) -> None:
+    found = {free_port(highest) for _ in range(50)}
+
+    assert max(found) <= highest
+    assert min(found) >= 1024
+    assert not any(taken(port) for port in found)
+
+
 def test_a_given_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

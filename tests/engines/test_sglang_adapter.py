@@ -12,8 +12,7 @@ import pytest
 
 from eagle3x.benchmark.config import Speculation
 from eagle3x.config import Hardware
-from eagle3x.engines import adapter
-from eagle3x.engines import sglang as sglang_module
+from eagle3x.engines import adapter, gpus, interpreter
 from eagle3x.engines.base import DrafterPlan
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.interpreter import EngineInterpreter
@@ -39,8 +38,8 @@ def slot(role: str = "extract", attention: str = "auto", quantization: str = "no
 def found(monkeypatch: pytest.MonkeyPatch, version: str, capability: str | None = "9.0") -> None:
     """A machine with this SGLang, as the adapter sees it: what the driver and the environment answer."""
     answer = EngineInterpreter(Path("/opt/sglang/bin/python"), version, {"sglang": version, "torch": "2.11.0"})
-    monkeypatch.setattr(sglang_module.interpreter, "find", lambda *_: answer)
-    monkeypatch.setattr(sglang_module, "compute_capability", lambda _: capability)
+    monkeypatch.setattr(interpreter, "find", lambda *_: answer)
+    monkeypatch.setattr(gpus, "compute_capability", lambda _: capability)
 
 
 @pytest.fixture
@@ -105,6 +104,7 @@ def test_what_runs_on_a_cpu_is_not_refused(tiny_target: Target) -> None:
         (slot(engine_args={"disable_cuda_graph": False}), "a replayed graph runs no hook"),
         (slot(url="http://localhost:1"), "belongs to the serve slot"),
         (slot("generate", port=8000), "belongs to the serve slot"),
+        (slot("serve", port=55536), "SGLang needs one up to 55535"),
         (slot(python="/nowhere/python"), "there is no such file; `make env-sglang-cpu`"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_machine_without_a_gpu_is_told_so(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("EAGLE3X_SGLANG_PYTHON", raising=False)
-    monkeypatch.setattr(sglang_module.interpreter, "PROJECT", tmp_path)
+    monkeypatch.setattr(interpreter, "PROJECT", tmp_path)
     monkeypatch.chdir(tmp_path)
     reasons = SglangAdapter().refusals(slot(), tiny_target, CUDA)
     assert any("reports no GPU" in reason for reason in reasons)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from whole_command import Workplace, capturing, finish, kill_engine, nothing_left
+from whole_command import Workplace, finish, kill_engine, nothing_left
 
 from eagle3x.engines.ports import taken
 
@@ -33,22 +33,22 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     said = finish(job, 1)
     assert "SIGKILL" in said
     assert "sglang-generate.log and ends:" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert workplace.made() == {"prompts"}
 
     job = workplace.start(*SGLANG)
-    below = kill_engine(job, "sglang::scheduler", capturing(job))
+    below = kill_engine(job, "sglang::scheduler", workplace.partial("hidden_states", "train"))
     said = finish(job, 1)
     assert re.search(r"responses: [1-9]\d* of \d+ are there from an earlier attempt", said)
     assert "sglang-capture.log and ends:" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert workplace.made() == {"prompts", "responses"}
 
     job = workplace.start(*SGLANG)
     below = kill_engine(job, "sglang::scheduler", workplace.partial("benchmark", "acceptance.jsonl"))
     said = finish(job, 1)
     assert re.search(r"sglang-serve(-drafter)?\.log and ends:", said)
-    nothing_left(below, job)
+    nothing_left(below)
     ports = {int(port) for port in re.findall(r"http://127\.0\.0\.1:(\d+)", said)}
     assert ports
     assert not [port for port in ports if taken(port)]

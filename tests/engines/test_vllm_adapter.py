@@ -12,8 +12,7 @@ import pytest
 
 from eagle3x.benchmark.config import Speculation
 from eagle3x.config import Hardware
-from eagle3x.engines import adapter
-from eagle3x.engines import vllm as vllm_module
+from eagle3x.engines import adapter, gpus, interpreter
 from eagle3x.engines.base import DrafterPlan
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.interpreter import EngineInterpreter
@@ -43,8 +42,8 @@ def slot(role: str = "extract", attention: str = "auto", quantization: str = "no
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU machine with vLLM, as the adapter sees it: what the driver and the environment answer."""
     found = EngineInterpreter(Path("/opt/vllm/bin/python"), "0.26.0", {"vllm": "0.26.0", "torch": "2.11.0"})
-    monkeypatch.setattr(vllm_module.interpreter, "find", lambda *_: found)
-    monkeypatch.setattr(vllm_module, "compute_capability", lambda _: "9.0")
+    monkeypatch.setattr(interpreter, "find", lambda *_: found)
+    monkeypatch.setattr(gpus, "compute_capability", lambda _: "9.0")
 
 
 def quantized(target: Target, folder: Path, described: dict[str, Any]) -> Target:
@@ -195,7 +194,7 @@ def test_norm_variants_need_a_version_that_reads_them(tiny_target: Target, monke
     plan = replace(PLAN, variants=frozenset({"fc_norm", "norm_output"}))
     assert VllmAdapter().drafter_refusals(slot("serve"), tiny_target, CPU, plan) == []
     old = EngineInterpreter(Path("/opt/vllm/bin/python"), "0.11.2", {"torch": "2.8.0"})
-    monkeypatch.setattr(vllm_module.interpreter, "find", lambda *_: old)
+    monkeypatch.setattr(interpreter, "find", lambda *_: old)
     (found,) = VllmAdapter().drafter_refusals(slot("serve"), tiny_target, CPU, plan)
     assert "fc_norm, norm_output: vLLM 0.11.2 is older" in found
 

@@ -30,7 +30,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     said = finish(job, 1)
     assert "SIGKILL" in said
     assert "vllm-generate.log and ends:" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert workplace.made() == {"prompts"}
 
     job = workplace.start(*VLLM)
@@ -38,7 +38,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     said = finish(job, 1)
     assert re.search(r"responses: [1-9]\d* of \d+ are there from an earlier attempt", said)
     assert "vllm-capture.log" in said
-    nothing_left(below, job)
+    nothing_left(below)
     assert workplace.made() == {"prompts", "responses"}
 
     job = workplace.start(*VLLM)
@@ -46,7 +46,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
     below = kill_engine(job, "vllm_server.py", acceptance)
     said = finish(job, 1)
     assert "vllm-serve-drafter.log" in said
-    nothing_left(below, job)
+    nothing_left(below)
     port = re.search(r"http://127\.0\.0\.1:(\d+)", said)
     assert port is not None
     assert workplace.made() == {"prompts", "responses", "hidden_states", "drafter", "export"}
@@ -69,7 +69,7 @@ def test_vllm_serves_what_transformers_wrote_and_ids_written_by_hand_are_called_
     """Raw ids plus one, as people write them for an engine that counts otherwise."""
     mix = ("backend@serve.backend=vllm", "serve.backend.batch_size=2", "serve.capture=plus_one")
     said = workplace.run(*mix, "benchmark.timing=false")
-    assert "vLLM loaded" not in said  # no worker: transformers wrote and captured
+    assert "vLLM 0.32.0 loaded" not in said  # no worker: transformers wrote and captured
     cell = workplace.cell()
     assert (cell["engine"]["engine"], cell["engine"]["version"]) == ("vllm", "0.32.0")
     assert cell["mismatched"]
@@ -79,7 +79,7 @@ def test_vllm_serves_what_transformers_wrote_and_ids_written_by_hand_are_called_
 
 def test_vllm_writes_the_text_only(workplace: Workplace) -> None:
     said = workplace.run("backend@generate.backend=vllm", "generate.backend.batch_size=2")
-    assert "vLLM loaded" in said or "responses: reused" in said  # the text of the first test here is the same
+    assert "vLLM 0.32.0 loaded" in said or "responses: reused" in said  # the text of the first test here is the same
     assert "capture probe: matched, boundaries [1, 2, 4] and the post_norm" in said  # transformers' states
     cell = workplace.cell()
     assert cell["engine"]["engine"] == "transformers"

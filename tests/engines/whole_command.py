@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3x.engines.scratch import SCRATCH, SHARED_MEMORY
-
 SMALL = (
     "target=directory", "target.path=tiny", "target.aux_layer_ids=[1,2,4]", "tracking=disabled", "data.limit_train=16",
     "data.limit_eval=8", "sampling.max_new_tokens=48", "sampling.eval_max_new_tokens=12", "train.epochs=1",
@@ -86,12 +84,6 @@ def kill_engine(process: subprocess.Popen[str], word: str, moment: Callable[[], 
     return below
 
 
-def capturing(process: subprocess.Popen[str]) -> Callable[[], bool]:
-    """Whether this command's engine has written states for their reader."""
-    return lambda: any(SHARED_MEMORY.glob(f"{SCRATCH}{process.pid}-*/*"))
-
-
-def nothing_left(below: list[int], process: subprocess.Popen[str]) -> None:
+def nothing_left(below: list[int]) -> None:
     alive = [pid for pid in below if Path(f"/proc/{pid}").exists()]
     assert not alive, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in alive]
-    assert not list(SHARED_MEMORY.glob(f"{SCRATCH}{process.pid}-*"))

@@ -30,8 +30,9 @@ from eagle3x.types import EagleError, HiddenStates, Response, total
 
 BOUNDARIES = (1, 3, 4)
 DRAFTER = Drafter(
-    source="custom", path=None, hub_id=None, revision=None, init="warm_start", num_layers=1, intermediate_size=48,
-    draft_vocab_size=40, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+    source="custom", path=None, hub_id=None, revision=None, allow_bin=False, made_by=None, boundaries=None,
+    init_from=None, init="warm_start", num_layers=1, intermediate_size=48, draft_vocab_size=40,
+    norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
 )  # fmt: skip
 TRAIN = Train(
     ttt_steps=2, step_weight_decay=0.5, tokens_per_step=64, epochs=3, learning_rate=2e-3, warmup_fraction=0.1,
@@ -187,15 +188,36 @@ def test_a_pretrained_drafter_is_checked_and_passed_on(stage: Callable[..., Any]
     source = stage("source", training=replace(TRAIN, epochs=1))
     train.make(source)
     path = source.work / "checkpoint"
-    pretrained = replace(DRAFTER, source="pretrained", path=str(path), init="random")
+    pretrained = replace(DRAFTER, source="pretrained", path=str(path), init="random", boundaries=(1, 3, 4))
     run = stage("passed", pretrained)
-    assert train.make(run) == {"source": "pretrained", "draft_vocab_size": 40}
+    assert train.make(run) == {
+        "source": "pretrained", "format": "LlamaForCausalLMEagle3", "draft_vocab_size": 40,
+        "ignored_keys": ["torch_dtype"], "boundaries": [1, 3, 4], "boundaries_said_by": "drafter.boundaries",
+        "embedding_likeness": pytest.approx(1),
+    }  # fmt: skip
     a, b = load_file(path / "model.safetensors"), load_file(run.work / "checkpoint/model.safetensors")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
     (path / "config.json").write_text("{}")
     with pytest.raises(EagleError, match="drafter config lacks hidden_size"):
         train.make(stage("broken", pretrained))
+
+
+def test_training_goes_on_from_a_published_drafter(stage: Callable[..., Any], tiny_target: Target) -> None:
+    """Its architecture, vocabulary, weights and embedding are where it starts, and its config needs no more steps."""
+    published = Path(__file__).parent.parent / "fixtures/drafters/specforge-yarn"
+    run = stage("tuned", replace(DRAFTER, init_from=str(published), made_by="specforge"), replace(TRAIN, epochs=2))
+    facts = train.make(run)
+    assert (facts["source"], facts["boundaries"], facts["steps"]) == ("custom", [1, 3, 4], 12)
+    before = checkpoint.load(published, tiny_target)
+    after = checkpoint.load(run.work / "checkpoint", tiny_target)
+    assert after.arch == before.arch
+    assert torch.equal(after.d2t, before.d2t)
+    assert torch.equal(after.embed_tokens.weight, before.embed_tokens.weight)
+    assert not torch.equal(after.embed_tokens.weight, tiny_target.embedding())
+    records = [json.loads(line) for line in (run.work / "metrics.jsonl").open()]
+    losses = [record["loss"][0] for record in records if "loss" in record]
+    assert sum(losses[-3:]) < sum(losses[:3])
 
 
 def test_bf16_on_a_cpu_is_refused(stage: Callable[..., Any]) -> None:

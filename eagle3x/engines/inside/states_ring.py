@@ -4,32 +4,48 @@ Both ends are here: `RingReader` in eagle3x's process makes the memory, `RingWri
 torch and the standard library only. The memory is anonymous (memfd): it needs no room in /dev/shm, has no name that
 could stay behind, and is gone with the last process that maps it. A GPU writes straight into it.
 
-    page 0             one header a slot: state, dtype, N, S, H
-    from page 1 on     the slots: [N, S, H] of one engine step each (N tokens, S states of a token, H hidden size)
+    page 0             number of slots and bytes of each; a header a slot: its state, and the bytes of its note
+    from page 1 on     the slots. In each, of one engine step: a note (JSON), then tensors, wherever a cache line begins
 
-A slot is FREE, TAKEN (a step that will fill it was scheduled), WRITTEN, and FREE again once its reader is done.
+The note says what the tensors are, and which of their rows belong to whom: {"rows": ..., "tensors": [[dtype, shape],
+...]}. A slot is FREE, TAKEN (a step that will fill it was scheduled), WRITTEN, READ (something still refers to it), and
+FREE again.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FREE, TAKEN, WRITTEN = range(3)
-HEADER = struct.Struct("<B15s3Q")
-"""State, name of the dtype, and N, S, H. The state is one byte: whoever reads it sees the old one or the new one."""
+FREE, TAKEN, WRITTEN, READ = range(4)
+SIZES = struct.Struct("<2Q")
+"""Number of slots, and bytes of each."""
+HEADER = struct.Struct("<BxxxI")
+"""State, and bytes of the note. The state is one byte: whoever reads it sees the old one or the new one."""
 PAGE = mmap.PAGESIZE
+CACHE_LINE = 64
 PAUSE_SECONDS = 0.0005
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an engine step left: `rows`, as its `RingWriter.write` was given them, and its tensors."""
+
+    rows: list[Any]
+    tensors: list[Tensor]
 
 
 class RingReader:
@@ -40,45 +56,56 @@ class RingReader:
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         """OSError if there is no memory for it."""
-        if not 2 < slots <= PAGE // HEADER.size:
-            raise ValueError(f"a ring has 3 to {PAGE // HEADER.size} slots, not {slots}")
+        if not 2 < slots <= (PAGE - SIZES.size) // HEADER.size:
+            raise ValueError(f"a ring has 3 to {(PAGE - SIZES.size) // HEADER.size} slots, not {slots}")
         self._descriptor = os.memfd_create("eagle3x-states")
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self._slots, self._slot_bytes = slots, -(-slot_bytes // PAGE) * PAGE
         os.ftruncate(self._descriptor, PAGE + slots * self._slot_bytes)
         self._memory = mmap.mmap(self._descriptor, 0)
+        SIZES.pack_into(self._memory, 0, slots, self._slot_bytes)
         self._held: set[int] = set()
 
     @property
-    def slots(self) -> int:
-        """How many there are."""
-        return self._slots
+    def pending(self) -> bool:
+        """Whether the states of a step are on their way."""
+        return any(self._memory[_header(slot)] == TAKEN for slot in range(self._slots))
 
-    def written(self, slot: int) -> bool:
-        """Whether the states of the step that took `slot` are there."""
-        return self._memory[slot * HEADER.size] == WRITTEN
+    def steps(self) -> Iterator[Step]:
+        """Those that were written since the last call; a slot is free again when nothing refers to its tensors.
 
-    def read(self, slot: int) -> Tensor:
-        """[N, S, H]; the slot is free again when nothing refers to them any more.
-
-        Once nearly all slots are referred to, a copy: a reader that keeps everything must not stop the engine.
+        Once nearly all slots are referred to, the tensors are copies: a reader that keeps everything must not stop the
+        engine.
         """
-        _, name, *shape = HEADER.unpack_from(self._memory, slot * HEADER.size)
-        dtype = getattr(torch, name.rstrip(b"\0").decode())
-        start, size = PAGE + slot * self._slot_bytes, dtype.itemsize * shape[0] * shape[1] * shape[2]
-        rows = memoryview(self._memory)[start : start + size]
-        self._held.add(slot)
-        weakref.finalize(rows, self._release, slot)
-        states = torch.frombuffer(rows, dtype=dtype).view(shape)  # refers to `rows`, as do all views of it
-        return states if len(self._held) < self._slots - 1 else states.clone()
+        for slot in range(self._slots):
+            if self._memory[_header(slot)] == WRITTEN:
+                yield self._read(slot)
 
     def close(self) -> None:
         """No writer can open it any more. States that were handed out stay."""
         os.close(self._descriptor)
 
+    def _read(self, slot: int) -> Step:
+        self._memory[_header(slot)] = READ
+        self._held.add(slot)
+        _, note_bytes = HEADER.unpack_from(self._memory, _header(slot))
+        start = PAGE + slot * self._slot_bytes
+        content = memoryview(self._memory)[start : start + self._slot_bytes]
+        weakref.finalize(content, self._release, slot)  # the tensors refer to `content`, as do all views of them
+        note = json.loads(bytes(content[:note_bytes]))
+        described = [(getattr(torch, dtype), shape) for dtype, shape in note["tensors"]]
+        places, _ = _layout(note_bytes, [dtype.itemsize * _count(shape) for dtype, shape in described])
+        tensors = [
+            torch.frombuffer(content, dtype=dtype, count=_count(shape), offset=place).view(shape)
+            for place, (dtype, shape) in zip(places, described, strict=True)
+        ]
+        if len(self._held) >= self._slots - 1:
+            tensors = [tensor.clone() for tensor in tensors]
+        return Step(note["rows"], tensors)
+
     def _release(self, slot: int) -> None:
         self._held.discard(slot)
-        self._memory[slot * HEADER.size] = FREE
+        self._memory[_header(slot)] = FREE
 
 
 class RingWriter:
@@ -90,6 +117,7 @@ class RingWriter:
             self._memory = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)
+        self._slots, self._slot_bytes = SIZES.unpack_from(self._memory, 0)
         self._copies: torch.cuda.Stream | None = None
         self._announcer: ThreadPoolExecutor | None = None
 
@@ -102,36 +130,63 @@ class RingWriter:
         self._copies = torch.cuda.Stream()
         self._announcer = ThreadPoolExecutor(1, thread_name_prefix="eagle3x-states")
 
-    def take(self, slots: int) -> int:
-        """One of the `slots`, once one is free."""
+    def take(self) -> int:
+        """A slot, once one is free."""
         while True:
-            for slot in range(slots):
-                if self._memory[slot * HEADER.size] == FREE:
-                    self._memory[slot * HEADER.size] = TAKEN
+            for slot in range(self._slots):
+                if self._memory[_header(slot)] == FREE:
+                    self._memory[_header(slot)] = TAKEN
                     return slot
             time.sleep(PAUSE_SECONDS)
 
-    def write(self, slot: int, slots: int, states_NSH: Tensor) -> None:
-        """Fill a slot that was taken. ValueError if the states do not fit into it."""
-        slot_bytes = (len(self._memory) - PAGE) // slots
-        if states_NSH.nbytes > slot_bytes:
-            raise ValueError(f"{list(states_NSH.shape)} {states_NSH.dtype} do not fit into {slot_bytes} bytes")
-        name = str(states_NSH.dtype).removeprefix("torch.").encode()
-        HEADER.pack_into(self._memory, slot * HEADER.size, TAKEN, name, *states_NSH.shape)
-        place = torch.frombuffer(
-            self._memory, dtype=states_NSH.dtype, count=states_NSH.numel(), offset=PAGE + slot * slot_bytes
-        ).view(states_NSH.shape)
+    def write(self, slot: int, rows: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """Fill a slot that was taken; without waiting for the GPU, if it is `pin`ned. `rows`: what JSON has types for.
+
+        Raises:
+            ValueError: they do not fit into it.
+        """
+        described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+        note = json.dumps({"rows": rows, "tensors": described}).encode()
+        places, end = _layout(len(note), [tensor.nbytes for tensor in tensors])
+        if end > self._slot_bytes:
+            raise ValueError(f"{len(rows)} rows with {described} do not fit into {self._slot_bytes} bytes")
+        start = PAGE + slot * self._slot_bytes
+        self._memory[start : start + len(note)] = note
+        HEADER.pack_into(self._memory, _header(slot), TAKEN, len(note))
+        copies = [
+            torch.frombuffer(self._memory, dtype=t.dtype, count=t.numel(), offset=start + place).view(t.shape)
+            for place, t in zip(places, tensors, strict=True)
+        ]
         if self._copies is None or self._announcer is None:
-            place.copy_(states_NSH)
-            self._memory[slot * HEADER.size] = WRITTEN
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor)
+            self._memory[_header(slot)] = WRITTEN
             return
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
-            place.copy_(states_NSH, non_blocking=True)
-            states_NSH.record_stream(self._copies)
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._copies)
             copied = self._copies.record_event()
         self._announcer.submit(self._announce, slot, copied)
 
     def _announce(self, slot: int, copied: torch.cuda.Event) -> None:
         copied.synchronize()
-        self._memory[slot * HEADER.size] = WRITTEN
+        self._memory[_header(slot)] = WRITTEN
+
+
+def _header(slot: int) -> int:
+    return SIZES.size + slot * HEADER.size
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _layout(note_bytes: int, tensor_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Where in a slot its tensors begin, and where the last of them ends."""
+    places, end = [], note_bytes
+    for size in tensor_bytes:
+        places.append(-(-end // CACHE_LINE) * CACHE_LINE)
+        end = places[-1] + size
+    return places, end

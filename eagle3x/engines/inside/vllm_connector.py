@@ -4,14 +4,14 @@ Runs inside vLLM, loaded by its `kv_connector_module_path`; imports vLLM, torch 
 
 `extract_hidden_states` stores the states of a step's tokens in a KV cache group of their own. The scheduler's side of
 this connector knows which slots of that cache hold which request, and takes a place in the shared memory
-(`states_ring.py`); the worker's side gathers the states as soon as the step has run, on the engine's own stream (so no
-later step can have overwritten them), and copies them there. A step's states are there when its step is done: no
-request has to follow for the last one to be flushed.
+(`states_ring.py`) once one is free; the worker's side gathers the states as soon as the step has run, on the engine's
+own stream (so no later step can have overwritten them), and copies them there. A step's states are there when its step
+is done: no request has to follow for the last one to be flushed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,19 +26,22 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What one engine step computes: `slots` [N] in the cache of hidden states, and their `place` in the ring."""
+    """What one engine step computes: `slots` [N] in the cache of hidden states, their `place` in the ring, and whose
+    they are: `rows`, as `eagle3x.engines.captured` reads them."""
 
     place: int | None = None
+    rows: list[list[int]] = field(default_factory=list)
     slots: torch.Tensor | None = None
 
 
 class StatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Store-only: nothing is ever loaded from it. `kv_connector_extra_config`: the `ring`'s path and its `places`."""
+    """Store-only: nothing is ever loaded from it. `kv_connector_extra_config`: the `ring`'s path, and how many of the
+    captured states are `boundaries`; the last one captured is the last hidden state, a boundary or not."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._ring = RingWriter(self._kv_transfer_config.get_from_extra_config("ring", None))
-        self._places = self._kv_transfer_config.get_from_extra_config("places", None)
+        self._boundaries = int(self._kv_transfer_config.get_from_extra_config("boundaries", None))
         groups = kv_cache_config.kv_cache_groups
         own = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
         if not own and len(groups) == 1:  # layers of one page size share a group, whatever they hold
@@ -47,7 +50,6 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(f"{len(own)} of {len(groups)} KV cache groups hold hidden states: exactly one is needed")
         self._group = own[0]
         self._block_size = groups[self._group].kv_cache_spec.block_size
-        self._rows: dict[str, dict[str, Any]] = {}
         self._cache: torch.Tensor | None = None
 
     # --- the scheduler's side ---
@@ -57,7 +59,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         requests = scheduler_output.scheduled_new_reqs
         if not requests:
             return Step()
-        slots, start, place = [], 0, self._ring.take(self._places)
+        rows, slots, start = [], [], 0
         for request in requests:
             tokens = len(request.prompt_token_ids)
             scheduled = scheduler_output.num_scheduled_tokens[request.req_id]
@@ -69,17 +71,14 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = torch.tensor(request.block_ids[self._group])
             cached = blocks[:, None] * self._block_size + torch.arange(self._block_size)
             slots.append(cached.flatten()[:tokens])
-            self._rows[request.req_id] = {"place": place, "start": start, "tokens": tokens, "samples": len(requests)}
+            number = request.sampling_params.extra_args["kv_transfer_params"]["sample"]
+            rows.append([number, start, 0, tokens])
             start += tokens
-        return Step(place, torch.cat(slots))
+        return Step(self._ring.take(), rows, torch.cat(slots))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Where the request's states are; its blocks may be freed at once."""
-        return False, self._rows.pop(request.request_id, None)
-
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """As above, for a cache of one group."""
-        return self.request_finished_all_groups(request, (block_ids,))
+        """The request's blocks may be freed at once."""
+        return False, None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Nothing is ever loaded."""
@@ -109,7 +108,9 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         slots = step.slots.pin_memory() if self._cache.is_cuda else step.slots
         slots = slots.to(self._cache.device, non_blocking=True)
-        self._ring.write(step.place, self._places, extract_from_kv_cache(self._cache, slots, len(slots)).contiguous())
+        states_NSH = extract_from_kv_cache(self._cache, slots, len(slots))
+        aux, last = states_NSH[:, : self._boundaries].flatten(1), states_NSH[:, -1].contiguous()
+        self._ring.write(step.place, step.rows, [aux, last])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""

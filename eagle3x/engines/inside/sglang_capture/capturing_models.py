@@ -16,7 +16,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.models.registry import import_model_classes
 from torch import nn
 
-from .forward_writer import ForwardWriter
+from .forward_hook import ForwardHook
 from .order import SWITCH, VARIABLE, CaptureOrder
 
 ORDER = CaptureOrder.from_json(os.environ[VARIABLE])
@@ -32,9 +32,9 @@ def capturing(base: type[nn.Module]) -> type[nn.Module]:
         processors = [module for module in self.modules() if isinstance(module, LogitsProcessor)]
         if not processors:
             raise RuntimeError(f"{base.__name__} has no logits processor: its states cannot be captured here")
-        writer = ForwardWriter(ORDER)
+        hook = ForwardHook(ORDER)
         for processor in processors:
-            processor.register_forward_pre_hook(writer, with_kwargs=True)
+            processor.register_forward_pre_hook(hook, with_kwargs=True)
 
     return type(base.__name__, (base,), {"__init__": __init__, "__module__": __name__, "__doc__": base.__doc__})
 

@@ -1,0 +1,49 @@
+"""What is downloaded from the Hugging Face hub, and what to do where it cannot be had. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle3x.types import EagleError
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it looks like org/name."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+
+
+def snapshot(hub_id: str, revision: str | None, files: Sequence[str], key: str, instead: str) -> Path:
+    """The files of a repository that fit the patterns, none from its subfolders (they hold other formats).
+
+    key: the config key that names the repository; instead: what to set for a directory. EagleError says what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        path = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"])
+    except GatedRepoError as error:
+        raise EagleError(f"{key}={hub_id} is gated: accept its licence there, then log in (hf auth login)") from error
+    except RevisionNotFoundError as error:
+        raise EagleError(f"{key}={hub_id} has no revision {revision!r}: name a branch, tag or commit") from error
+    except RepositoryNotFoundError as error:
+        raise EagleError(
+            f"{key}={hub_id} is not on the hub, or private: check its spelling, or log in (hf auth login)"
+        ) from error
+    except (OSError, ValueError) as error:  # no network, proxy, disk: huggingface_hub raises both kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise EagleError(
+            f"{key}={hub_id} cannot be downloaded and is not in the hub's cache: {reason}\n"
+            f"Without network, copy the directory here and use {instead}"
+        ) from error
+    return Path(path)
+
+
+def cached(hub_id: str, revision: str | None, file: str) -> Path | None:
+    """A file of a repository, if an earlier download left it in the hub's cache. Asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, file, revision=revision)
+    return Path(found) if isinstance(found, str) else None
