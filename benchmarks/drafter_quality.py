@@ -90,7 +90,7 @@ def contestants(overrides: Sequence[str]) -> tuple[list[Contestant], list[Sample
     k = cfg.speculation.num_speculative_tokens
     trained, untrained = [], []
     for seed in SEEDS:
-        start = train.initial_drafter(cfg.drafter, target, data, samples, seed, train.device_of(cfg.hardware))
+        start = train.initial_drafter(cfg.drafter, target, data, samples, seed, train.devices_of(cfg.hardware)[0])
         untrained += replayed(start, held_out, k)
         with TemporaryDirectory() as work:
             run = pipeline.StageRun(replace(cfg, seed=seed), Path(work), {"hidden_states": states}, target, {})

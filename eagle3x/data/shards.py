@@ -245,6 +245,20 @@ def _write_shard(samples: Sequence[OpenSample], spec: ShardSpec, file: Path) -> 
     )
 
 
+@dataclass(frozen=True)
+class Subset(Sequence[Sample]):
+    """Some of the samples of a directory. Another process may be given it: only the indices travel."""
+
+    shards: Shards
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]  # as `Shards`
+        return self.shards[self.indices[index]]
+
+
 class Shards(Sequence[Sample]):
     """The samples of a closed directory, in the order they were written.
 

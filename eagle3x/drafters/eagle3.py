@@ -10,7 +10,7 @@ A boundaries of target hidden size Ht, N heads, G key-value heads, d head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -50,6 +50,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * arch.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(2 * arch.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, arch.hidden_size, bias=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_frequencies": {}}  # another process works them out on its own device
 
     def query(self, x: Tensor, positions: Tensor) -> Tensor:
         """[..., 2H] -> rotated [..., N, d]."""

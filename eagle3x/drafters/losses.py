@@ -4,8 +4,8 @@ A label position j teaches up to K rows (row j-1-k of step k), so the target's h
 gradient of the logits, softmax(z) - p, is turned into gradients of states and head at once: no tensor over a
 vocabulary outlives its chunk.
 
-T tokens, R rows asked of the drafter, K TTT steps, P kept pairs of row and step, L labels that teach one, H hidden size,
-D draft vocabulary.
+T tokens, R rows asked of the drafter, K TTT steps, P kept pairs of row and step, L labels that teach one, H hidden
+size, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Pairs:
     """The kept pairs of a row and a step, by the label that teaches them.
 
     row [P]: step * R + slot. label [P]: which of the L labels; ascending. step [P]. scale [P]: weight in the loss.
-    labels [L]: positions among T. counts: pairs of each step. chunks: ends of labels and of pairs that meet a head
-    together.
+    labels [L]: positions among T. chunks: ends of labels and of pairs that meet a head together.
     """
 
     row: Tensor
@@ -59,28 +58,32 @@ class Pairs:
     step: Tensor
     scale: Tensor
     labels: Tensor
-    counts: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...]
 
-    def map(self, change: Callable[[Tensor], Any]) -> Pairs:
+    def map(self, change: Callable[[Tensor], Any]) -> Pairs:  # fmt: skip
         """The same with every tensor changed: moved, pinned."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Pairs(**{name: change(v) if isinstance(v, Tensor) else v for name, v in values.items()})
 
 
-def pairs_of(keep: Tensor, slots: Tensor, step_weights: Sequence[float], chunk: int) -> Pairs:
+def pairs_of(
+    keep: Tensor, slots: Tensor, step_weights: Sequence[float], chunk: int, counts: Sequence[int] | None = None,
+    times: int = 1,
+) -> Pairs:  # fmt: skip
     """keep [K, T]: row i of step k is in the loss, taught by position i+1+k. slots [T]: of the rows asked for.
 
     The loss is the mean over steps, weighted by step_weights [K], of the mean over a step's pairs; steps without a pair
-    weigh nothing. chunk: about how many pairs meet a head together: whole labels, and at least one. ValueError if there
-    is no pair.
+    weigh nothing. chunk: about how many pairs meet a head together: whole labels, and at least one. counts [K]: a
+    step's pairs where other processes have some too; theirs are missing from the sum, which is taken `times`.
+    ValueError if there is no pair here.
     """
-    counts = keep.sum(1).tolist()
+    counts = keep.sum(1).tolist() if counts is None else counts
     weights = [w if count else 0.0 for w, count in zip(step_weights, counts, strict=True)]
-    if sum(weights) == 0:
+    if sum(weights) == 0 or not keep.any():
         raise ValueError("no row of this batch is in the loss")
     scales = torch.tensor(
-        [w / sum(weights) / max(1, count) for w, count in zip(weights, counts, strict=True)], dtype=torch.float64
+        [times * w / sum(weights) / max(1, count) for w, count in zip(weights, counts, strict=True)],
+        dtype=torch.float64,
     )
     step, row = torch.nonzero(keep, as_tuple=True)
     position = row + 1 + step
@@ -94,7 +97,7 @@ def pairs_of(keep: Tensor, slots: Tensor, step_weights: Sequence[float], chunk: 
         done = max(done + 1, int(torch.searchsorted(ends, start + chunk, right=True)))
         chunks.append((done, int(ends[done - 1])))
     rows = int((slots >= 0).sum())
-    return Pairs(step * rows + slots[row], label, step, scales[step], labels, tuple(counts), tuple(chunks))
+    return Pairs(step * rows + slots[row], label, step, scales[step], labels, tuple(chunks))
 
 
 def ttt_loss(

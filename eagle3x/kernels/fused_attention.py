@@ -75,7 +75,7 @@ def _visible(acc, peak, total, q, SHARED, at, keys, rows, last, scale, MASKED: t
     """One block of keys under the online softmax, in base 2."""
     d = tl.arange(0, D)
     place = SHARED + at + keys[:, None].to(tl.int64) * (2 * G * D) + d[None, :]
-    if MASKED:
+    if MASKED:  # noqa: SIM108 (a choice made at compile time)
         k = tl.load(place, mask=keys[:, None] < last, other=0.0)
     else:
         k = tl.load(place)
@@ -87,7 +87,7 @@ def _visible(acc, peak, total, q, SHARED, at, keys, rows, last, scale, MASKED: t
     fade = tl.exp2(peak - new_peak)
     total = total * fade + tl.sum(p, 1)
     acc = acc * fade[:, None]
-    if MASKED:
+    if MASKED:  # noqa: SIM108 (a choice made at compile time)
         v = tl.load(place + G * D, mask=keys[:, None] < last, other=0.0)
     else:
         v = tl.load(place + G * D)

@@ -25,6 +25,8 @@ class Train:
     precision: Literal["fp32", "bf16"]
     out_of_vocab: Literal["mask", "renormalise"]
     """Rows whose target argmax is outside the draft vocabulary: left out, or taught the rest of the distribution."""
+    freeze_head: bool
+    """The head, and the norm before it, stay what they are at the start."""
     head_chunk: int
     """Rows per chunk that meet a head together."""
     validations: int

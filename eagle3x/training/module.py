@@ -69,19 +69,20 @@ class DraftModule(LightningModule):
         self, drafter: Eagle3, teacher: Teacher, cfg: Train, total_steps: int, input_scale: float, history: History
     ) -> None:
         super().__init__()
+        if cfg.freeze_head:
+            drafter.lm_head.requires_grad_(False)
+            drafter.norm.requires_grad_(False)
         self.drafter, self.teacher, self.cfg = drafter, teacher, cfg
         self.total_steps, self.input_scale, self.history = total_steps, input_scale, history
         self.dtype_of_step = torch.bfloat16 if cfg.precision == "bf16" else drafter.fc.weight.dtype
         self.strict_loading = False
         self.tokens_seen = 0
-        self.kept_rows = 0
-        self.asked_rows = 0
         self._pending: deque[PendingRecord] = deque()
         self._started = time.monotonic()
 
     def setup(self, stage: str) -> None:
         """The teacher follows the drafter to its device, in the precision of the steps."""
-        device, t = self.device, self.teacher
+        device, t = self.trainer.strategy.root_device, self.teacher
         head = t.head.to(device, self.dtype_of_step)
         self.teacher = Teacher(head, t.final_norm.to(device), t.eps, t.last_norm)
 
@@ -97,17 +98,20 @@ class DraftModule(LightningModule):
 
     def _record(self, batch: Packed, sums: Tensor) -> None:
         """Keep what the step's record needs, and write those that have arrived."""
-        rows = batch.pairs.counts
-        self.tokens_seen += len(batch.token_ids)
-        self.kept_rows += sum(rows)
-        self.asked_rows += len(batch.layout.rows)
+        self.tokens_seen += batch.step.tokens
+        if self.trainer.world_size > 1:
+            sums = sums * (batch.times / self.trainer.world_size)
+            torch.distributed.all_reduce(sums)
+        if not self.trainer.is_global_zero:
+            return
         known = {
             "step": self.global_step + 1,
             "tokens": self.tokens_seen,
+            "asked": batch.step.asked,
             "learning_rate": self.learning_rate(self.global_step),
             "seconds": time.monotonic() - self._started,
         }
-        self._pending.append(PendingRecord.of(known, rows, sums))
+        self._pending.append(PendingRecord.of(known, batch.step.kept, sums))
         while self._pending and self._pending[0].arrived():
             self.history.append(self._pending.popleft().record())
 
@@ -149,7 +153,7 @@ class DraftModule(LightningModule):
         self.write_records()
         del checkpoint["state_dict"][EMBEDDING]
         checkpoint["rng"] = torch.get_rng_state()
-        checkpoint["counts"] = [self.tokens_seen, self.kept_rows, self.asked_rows]
+        checkpoint["tokens"] = self.tokens_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises EagleError if the checkpoint is not of this drafter."""
@@ -158,5 +162,6 @@ class DraftModule(LightningModule):
             different = sorted(checkpoint["state_dict"].keys() ^ expected)
             raise EagleError(f"the checkpoint to resume from is of another drafter: {', '.join(different)}")
         torch.set_rng_state(checkpoint["rng"])
-        self.tokens_seen, self.kept_rows, self.asked_rows = checkpoint["counts"]
-        self.history.truncate(checkpoint["global_step"])
+        self.tokens_seen = checkpoint["tokens"]
+        if self.trainer.is_global_zero:
+            self.history.truncate(checkpoint["global_step"])

@@ -60,10 +60,26 @@ class Document(Protocol):
 
 
 @dataclass(frozen=True)
+class Size:
+    """Of a whole training step: tokens, rows that are in the loss at any TTT step, and rows in the loss of each."""
+
+    tokens: int
+    asked: int
+    kept: tuple[int, ...]
+
+    @classmethod
+    def of(cls, keep: Tensor) -> Size:
+        """keep [K, T]: see `kept`."""
+        return cls(keep.shape[1], int(keep.any(dim=0).sum()), tuple(keep.sum(1).tolist()))
+
+
+@dataclass(frozen=True)
 class Packed:
     """Documents side by side. token_ids [T], aux [T, A*H], last [L, H]: states of the positions that teach.
 
-    layout: the rows that are in the loss at any step. pairs: each of them and its label, step by step.
+    layout: the rows that are in the loss at any step. pairs: each of them and its label, step by step. step: the whole
+    step, of which this is all, or one process' share. times: what loss and gradients are multiplied by, so that their
+    mean over all processes is the step's.
     """
 
     token_ids: Tensor
@@ -71,11 +87,13 @@ class Packed:
     last: Tensor
     layout: Layout
     pairs: Pairs
+    step: Size
+    times: int
 
     def map(self, change: Callable[[Tensor], Any]) -> Packed:
         """The same with every tensor changed: moved, pinned."""
         tensors = map(change, (self.token_ids, self.aux, self.last))
-        return Packed(*tensors, self.layout.map(change), self.pairs.map(change))
+        return Packed(*tensors, self.layout.map(change), self.pairs.map(change), self.step, self.times)
 
     def to(self, device: torch.device) -> Packed:
         """The same on another device; from pinned memory nobody waits for it."""
@@ -107,22 +125,24 @@ def kept(documents: Sequence[Document], steps: int, teachable: Sequence[Tensor] 
 
 
 def pack(
-    documents: Sequence[Document], step_weights: Sequence[float], chunk: int, teachable: Sequence[Tensor] | None = None,
-    pinned: bool = False,
+    documents: Sequence[Document], keep: Tensor, step_weights: Sequence[float], chunk: int, pinned: bool = False,
+    step: Size | None = None, times: int = 1,
 ) -> Packed:  # fmt: skip
     """Join documents; no row looks across their borders.
 
-    step_weights, one for each TTT step, and chunk: see `pairs_of`. teachable: see `kept`. pinned: in memory that a GPU
-    reads by itself.
+    keep: see `kept`. step_weights, one for each TTT step, and chunk: see `pairs_of`. pinned: in memory that a GPU reads
+    by itself. step (None: these documents), times: see `Packed`.
     """
-    keep = kept(documents, len(step_weights), teachable)
+    step = step or Size.of(keep)
     rows = torch.nonzero(keep.any(dim=0))[:, 0]
     layout = layout_of(rows, [len(d.token_ids) for d in documents])
-    pairs = pairs_of(keep, layout.slots, step_weights, chunk)
+    pairs = pairs_of(keep, layout.slots, step_weights, chunk, step.kept, times)
     if pinned:
         layout, pairs = layout.map(Tensor.pin_memory), pairs.map(Tensor.pin_memory)
     tokens, aux, last = ([getattr(d, name) for d in documents] for name in ("token_ids", "aux", "last"))
-    return Packed(_joined(tokens, pinned), _joined(aux, pinned), _chosen(last, pairs.labels, pinned), layout, pairs)
+    return Packed(
+        _joined(tokens, pinned), _joined(aux, pinned), _chosen(last, pairs.labels, pinned), layout, pairs, step, times
+    )
 
 
 def _joined(parts: Sequence[Tensor], pinned: bool) -> Tensor:
@@ -161,3 +181,14 @@ def plan(lengths: Sequence[int], tokens_per_step: int, epochs: int, seed: int) -
             filled += lengths[index]
         steps.append(batch)
     return steps
+
+
+def shares(lengths: Sequence[int], processes: int) -> list[list[int]]:
+    """A step's documents dealt to as many processes: the longest first, each to the one with fewest tokens so far."""
+    dealt: list[list[int]] = [[] for _ in range(processes)]
+    tokens = [0] * processes
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        least = tokens.index(min(tokens))
+        dealt[least].append(index)
+        tokens[least] += lengths[index]
+    return [sorted(part) for part in dealt]

@@ -12,16 +12,18 @@ import shutil
 import time
 import warnings
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3x.data.shards import Sample, Shards
+from eagle3x.data.shards import Sample, Shards, Subset
 from eagle3x.drafters import checkpoint, location, vocab
 from eagle3x.drafters import origin as origins
 from eagle3x.drafters.architecture import Architecture
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from eagle3x.drafters.config import Drafter
     from eagle3x.pipeline import StageRun
     from eagle3x.targets import Target
+    from eagle3x.training.config import Train
 
 CHECKPOINT = "checkpoint"
 METRICS = "metrics.jsonl"
@@ -90,7 +93,7 @@ def initial_drafter(
     """
     torch.manual_seed(seed)
     if cfg.init_from is not None:
-        return _fine_tuned(cfg, target, len(train.spec.boundaries))
+        return _fine_tuned(cfg, target, len(train.spec.boundaries)).to(device)
     vocabulary = vocab.build(
         responses=(t for s in samples for t in s.token_ids[s.loss_mask].tolist()),
         prompts=(t for s in samples for t in s.token_ids[~s.loss_mask].tolist()),
@@ -118,19 +121,19 @@ def _fine_tuned(cfg: Drafter, target: Target, num_aux: int) -> Eagle3:
     return drafter
 
 
-def with_labels(shards: Shards) -> tuple[list[Sample], list[int]]:
+def with_labels(shards: Shards) -> tuple[Subset, list[int]]:
     """The samples that have a row in the loss, and their lengths. EagleError if there are none."""
-    samples = [sample for sample in shards if keep_rows(sample.loss_mask, 1).any()]
-    if not samples:
+    indices = [index for index, sample in enumerate(shards) if keep_rows(sample.loss_mask, 1).any()]
+    if not indices:
         raise EagleError(f"{shards.directory}: no sample has two tokens that the target wrote: nothing to train on")
-    return samples, [len(sample.token_ids) for sample in samples]
+    return Subset(shards, indices), [shards.lengths[index] for index in indices]
 
 
-def device_of(hardware: Hardware) -> torch.device:
-    """Where a drafter is trained: the first of the GPUs that may be used, or the CPU."""
+def devices_of(hardware: Hardware) -> list[torch.device]:
+    """Where a drafter is trained: the GPUs that are named, or the first one, or the CPU."""
     if hardware.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", hardware.devices[0] if hardware.devices else 0)
+        return [torch.device("cpu")]
+    return [torch.device("cuda", index) for index in hardware.devices or (0,)]
 
 
 def _architecture(cfg: Drafter, target: Target, num_aux: int) -> Architecture:
@@ -164,7 +167,8 @@ def _train(run: StageRun) -> dict[str, Any]:
     samples, lengths = with_labels(train)
     resume = max((work / "resume").glob("*.ckpt"), default=None)
 
-    device = device_of(cfg.hardware)
+    devices = devices_of(cfg.hardware)
+    device = devices[0]
     drafter = initial_drafter(cfg.drafter, target, train, samples, cfg.seed, device, start=resume is None)
     head, final_norm = target.head().to(device), target.final_norm().to(device)
     full = Teacher(head, final_norm, target.rms_norm_eps, train.spec.last_norm)
@@ -173,14 +177,18 @@ def _train(run: StageRun) -> dict[str, Any]:
     history = History(work / METRICS)
     if resume is None:
         history.truncate(-1)  # what a run left that was killed before its first checkpoint
-    teacher = Teacher(head[drafter.target_ids()], final_norm, target.rms_norm_eps, train.spec.last_norm)
+    taught = head[drafter.target_ids()].cpu()
+    teacher = Teacher(taught, final_norm.cpu(), target.rms_norm_eps, train.spec.last_norm)
     del full, head
     module = DraftModule(drafter, teacher, cfg.train, len(data.plan), _input_scale(drafter, samples), history)
     best = work / "best.safetensors"
     validation = Validation(val, data.validation_steps, best, history, cfg.train.ttt_steps, log)
 
+    if len(devices) > 1:  # each has a process of its own, which is given all this
+        module.to("cpu")
+        torch.cuda.empty_cache()
     started = time.monotonic()
-    trainer = _trainer(run, data, [validation, Bar(len(data.plan))])
+    trainer = lightning_trainer(run, data, [validation, Bar(len(data.plan))])
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     seconds = time.monotonic() - started
 
@@ -193,27 +201,31 @@ def _train(run: StageRun) -> dict[str, Any]:
     for scrap in (best, work / "argmax.safetensors"):
         scrap.unlink()
     covered = drafter.t2d
+    done = history.records()
+    steps, validations = [r for r in done if "loss" in r], [r for r in done if "val" in r]
+    tokens, asked = steps[-1]["tokens"], sum(r["asked"] for r in steps)
+    best_record = max(validations, key=lambda r: r["val"]["tau"])
     return {
         "boundaries": list(train.spec.boundaries),
         "boundaries_said_by": None,
         "steps": len(data.plan),
-        "tokens": module.tokens_seen,
-        "kept_rows": module.kept_rows,
+        "tokens": tokens,
+        "kept_rows": sum(sum(r["rows"]) for r in steps),
         "samples": len(samples),
         "samples_without_label": len(train) - len(samples),
         "label_rows": labels,
         "out_of_vocab_rows": outside,
         "coverage": {"train": _coverage(covered, samples), "val": _coverage(covered, val)},
-        "val_tau": validation.best_tau,
-        "best_step": validation.best_step,
+        "val_tau": best_record["val"]["tau"],
+        "best_step": best_record["step"],
         "val_prompts": len(val),
         "trainable_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
         "tokens_per_second": sum(lengths) * cfg.train.epochs / seconds if resume is None else None,
-        "flops_per_token": flops_per_token(drafter.arch, cfg.train.ttt_steps, module.asked_rows / module.tokens_seen),
+        "flops_per_token": flops_per_token(drafter.arch, cfg.train, asked / tokens),
     }
 
 
-def flops_per_token(arch: Architecture, ttt_steps: int, asked: float) -> float:
+def flops_per_token(arch: Architecture, cfg: Train, asked: float) -> float:
     """FLOPs that one trained token costs, counted from the matrices alone (2 per multiply-add, backward twice forward).
 
     asked: share of the rows that are in the loss. The others lend their step-0 keys and values and go no further.
@@ -222,8 +234,9 @@ def flops_per_token(arch: Architecture, ttt_steps: int, asked: float) -> float:
     heads, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     fc, key_value = arch.num_aux * arch.target_hidden_size * H, 2 * 2 * H * keys
     block = 2 * H * heads + heads * H + 3 * H * arch.intermediate_size
-    rows = ttt_steps * (block + H * D) + (ttt_steps - 1) * key_value
-    return 2 * (3 * (fc + key_value + asked * rows) + asked * H * D)
+    rows = cfg.ttt_steps * block + (cfg.ttt_steps - 1) * key_value
+    head = (2 if cfg.freeze_head else 3) * cfg.ttt_steps * H * D + H * D
+    return 2 * (3 * (fc + key_value + asked * rows) + asked * head)
 
 
 class Bar(Callback):
@@ -235,7 +248,7 @@ class Bar(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start where the run starts."""
         rest = self.total - trainer.global_step
-        self._ticks = track(range(rest), "Training", rest)
+        self._ticks = track(range(rest), "Training", rest) if trainer.is_global_zero else iter(())
         next(self._ticks, None)
 
     def on_train_batch_end(
@@ -245,8 +258,8 @@ class Bar(Callback):
         next(self._ticks, None)
 
 
-def _trainer(run: StageRun, data: DraftData, callbacks: list[Callback]) -> Trainer:
-    """One device; a checkpoint at the end of every segment, of which the newest is kept."""
+def lightning_trainer(run: StageRun, data: DraftData, callbacks: list[Callback]) -> Trainer:
+    """A process for each device; a checkpoint at the end of every segment, of which the newest is kept."""
     cfg = run.cfg
     if cfg.train.precision == "bf16" and cfg.hardware.device == "cpu":
         raise EagleError("train.precision=bf16 needs hardware=cuda: bfloat16 is many times slower on a CPU")
@@ -256,10 +269,12 @@ def _trainer(run: StageRun, data: DraftData, callbacks: list[Callback]) -> Train
     keep = ModelCheckpoint(
         run.work / "resume", "{step:08d}", auto_insert_metric_name=False, save_on_train_epoch_end=True
     )
-    devices = cfg.hardware.devices
+    devices = devices_of(cfg.hardware)
+    spread = DDPStrategy(start_method="spawn", broadcast_buffers=False, gradient_as_bucket_view=True)
     return Trainer(
         accelerator="gpu" if cfg.hardware.device == "cuda" else "cpu",
-        devices=list(devices[:1]) if devices and cfg.hardware.device == "cuda" else 1,
+        devices=[device.index for device in devices] if cfg.hardware.device == "cuda" else len(devices),
+        strategy=spread if len(devices) > 1 else "auto",
         max_epochs=len(data.segment_ends),
         reload_dataloaders_every_n_epochs=1,
         gradient_clip_val=cfg.train.grad_clip,
@@ -300,7 +315,7 @@ def _teachable(full: Teacher, t2d: Tensor, samples: Sequence[Sample], cache: Pat
 def _input_scale(drafter: Eagle3, samples: Sequence[Sample]) -> float:
     """Median over positions of the root mean square of what fc reads; a few samples tell."""
     device = drafter.fc.weight.device
-    rows = torch.cat([drafter.fc_input(s.aux.to(device).float()) for s in samples[:32]])
+    rows = torch.cat([drafter.fc_input(s.aux.to(device).float()) for s in islice(samples, 32)])
     return float(rows.pow(2).mean(-1).sqrt().median())
 
 

@@ -44,15 +44,23 @@ class History:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def replayed(drafter: Eagle3, samples: Sequence[Sample], num_speculative_tokens: int) -> list[SpecCounters]:
-    """Counters of each sample of the val split."""
+def replayed(
+    drafter: Eagle3, samples: Sequence[Sample], num_speculative_tokens: int, process: int = 0, processes: int = 1
+) -> list[SpecCounters]:
+    """Counters of each sample of the val split, which the processes divide among them."""
     drafter.eval()
+    mine = (samples[i] for i in range(process, len(samples), processes))
     with torch.no_grad():
-        return replay(
+        counters = replay(
             drafter,
-            (ReplaySample(s.id, s.token_ids, s.aux, s.prompt_tokens, s.response_tokens) for s in samples),
+            (ReplaySample(s.id, s.token_ids, s.aux, s.prompt_tokens, s.response_tokens) for s in mine),
             num_speculative_tokens,
         )
+    if processes == 1:
+        return counters
+    parts: list[Any] = [None] * processes
+    torch.distributed.all_gather_object(parts, counters)
+    return [parts[i % processes][i // processes] for i in range(len(samples))]
 
 
 def figures(counters: Sequence[SpecCounters], categories: Sequence[str]) -> dict[str, Any]:
@@ -91,12 +99,17 @@ class Validation(Callback):
     def _validate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         drafter = pl_module.drafter
         assert isinstance(drafter, Eagle3)
-        values = figures(replayed(drafter, self.samples, self.k), [s.category for s in self.samples])
+        counters = replayed(drafter, self.samples, self.k, trainer.global_rank, trainer.world_size)
+        values = figures(counters, [s.category for s in self.samples])
         drafter.train()
+        better = values["tau"] > self.best_tau
+        if better:
+            self.best_tau, self.best_step = values["tau"], trainer.global_step
+        if not trainer.is_global_zero:
+            return
         self.history.append({"step": trainer.global_step, "val": values})
         self.say(f"step {trainer.global_step}: tau {values['tau']:.3f} on {len(self.samples)} val prompts")
-        if values["tau"] > self.best_tau:
-            self.best_tau, self.best_step = values["tau"], trainer.global_step
+        if better:
             save_trained(drafter, self.best)
 
     def state_dict(self) -> dict[str, Any]:

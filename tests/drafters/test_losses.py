@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3x.drafters.losses import Pairs, Teacher, pairs_of, ttt_loss
+from eagle3x.drafters.losses import Teacher, pairs_of, ttt_loss
 from eagle3x.kernels.layout import layout_of
 
 T, H, D, STEPS = 9, 6, 5, 3
@@ -29,14 +29,14 @@ def inputs() -> dict[str, Tensor]:
 
 def loss_of(
     x: dict[str, Tensor], keep: Tensor, teacher: Teacher, weights: list[float], chunk: int
-) -> tuple[Tensor, Tensor, Pairs]:
+) -> tuple[Tensor, Tensor]:
     """`ttt_loss` of the rows that are kept at any step."""
     asked = keep.any(0)
     layout = layout_of(torch.nonzero(asked)[:, 0], [T])
     pairs = pairs_of(keep, layout.slots, weights, chunk)
     states = x["states"][: len(weights), asked]
     loss, sums = ttt_loss(states, x["head"], x["gain"], pairs, x["last"][pairs.labels], teacher)
-    return loss, sums, pairs
+    return loss, sums
 
 
 def written_out(x: dict[str, Tensor], weights: list[float], pre_norm: bool) -> tuple[Tensor, list[float]]:
@@ -68,10 +68,9 @@ def test_loss_and_gradients_are_those_of_the_formula(chunk: int, pre_norm: bool)
     wanted, per_step = written_out(x, weights, pre_norm)
     wanted_grads = torch.autograd.grad(3 * wanted, learning)
     teacher = Teacher(x["target"], x["norm"], 1e-5, "pre_norm" if pre_norm else "post_norm")
-    loss, sums, pairs = loss_of(x, x["keep"], teacher, weights, chunk)
+    loss, sums = loss_of(x, x["keep"], teacher, weights, chunk)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    torch.testing.assert_close((sums[0] / torch.tensor(pairs.counts)).tolist(), per_step, rtol=1e-12, atol=0)
-    assert list(pairs.counts) == x["keep"].sum(1).tolist()
+    torch.testing.assert_close((sums[0] / x["keep"].sum(1)).tolist(), per_step, rtol=1e-12, atol=0)
     for got, want in zip(torch.autograd.grad(3 * loss, learning), wanted_grads, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
 
@@ -96,10 +95,11 @@ def test_pairs_lie_by_label_and_chunks_keep_labels_whole() -> None:
     assert pairs.label.tolist() == [0, 1, 1]
     assert pairs.step.tolist() == [0, 0, 1]
     assert pairs.row.tolist() == [0, 1, 2]  # step * R + slot
-    assert pairs.counts == (2, 1)
     assert pairs.scale.tolist() == pytest.approx([1 / 1.5 / 2, 1 / 1.5 / 2, 0.5 / 1.5], rel=1e-15)
     assert pairs.chunks == ((1, 1), (2, 3))
     assert pairs_of(keep, torch.tensor([-1, 0, 1, -1]), [1.0, 0.5], 3).chunks == ((2, 3),)
+    shared = pairs_of(keep, torch.tensor([-1, 0, 1, -1]), [1.0, 0.5], 2, counts=(5, 2), times=3)  # 3 + 1 are elsewhere
+    assert shared.scale.tolist() == pytest.approx([3 / 1.5 / 5, 3 / 1.5 / 5, 3 * 0.5 / 1.5 / 2], rel=1e-15)
 
 
 def test_a_step_without_rows_weighs_nothing_and_a_batch_without_rows_is_an_error() -> None:
@@ -107,8 +107,8 @@ def test_a_step_without_rows_weighs_nothing_and_a_batch_without_rows_is_an_error
     teacher = Teacher(x["target"], x["norm"], 1e-5, "post_norm")
     only_first = x["keep"].clone()
     only_first[1:] = False
-    both, _, _ = loss_of(x, only_first[:2], teacher, [1, 9], 4)
-    first, _, _ = loss_of(x, only_first[:1], teacher, [1], 4)
+    both, _ = loss_of(x, only_first[:2], teacher, [1, 9], 4)
+    first, _ = loss_of(x, only_first[:1], teacher, [1], 4)
     assert float(both) == pytest.approx(float(first), rel=1e-12)
     with pytest.raises(ValueError, match="no row"):
         pairs_of(torch.zeros(1, T, dtype=torch.bool), torch.arange(T), [1.0], 4)
@@ -118,10 +118,10 @@ def test_a_head_that_does_not_learn_gets_no_gradient_and_gives_the_same() -> Non
     x = inputs()
     teacher = Teacher(x["target"], x["norm"], 1e-5, "post_norm")
     x["states"].requires_grad_(True)
-    frozen, _, _ = loss_of(x, x["keep"], teacher, [1.0] * STEPS, 4)
+    frozen, _ = loss_of(x, x["keep"], teacher, [1.0] * STEPS, 4)
     (d_frozen,) = torch.autograd.grad(frozen, [x["states"]])
     x["head"].requires_grad_(True)
-    trained, _, _ = loss_of(x, x["keep"], teacher, [1.0] * STEPS, 4)
+    trained, _ = loss_of(x, x["keep"], teacher, [1.0] * STEPS, 4)
     assert torch.equal(torch.autograd.grad(trained, [x["states"]])[0], d_frozen)
 
 

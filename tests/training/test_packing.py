@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3x.training.packing import keep_rows, kept, pack, plan
+from eagle3x.training.packing import keep_rows, kept, pack, plan, shares
 
 A, B, C, D, E, F = range(6)
 MASK = torch.tensor([False, False, True, True, True, False])
@@ -41,7 +41,7 @@ def test_a_label_right_after_the_first_token_has_no_row() -> None:
 
 def test_documents_lie_side_by_side_and_their_rows_do_not_meet() -> None:
     documents = [document([A, B, C, D, E, F], MASK, 10), document([7, 8, 9], torch.tensor([False, True, True]), 20)]
-    packed = pack(documents, [1.0, 1.0], 4)
+    packed = pack(documents, kept(documents, 2), [1.0, 1.0], 4)
     assert packed.token_ids.tolist() == [A, B, C, D, E, F, 7, 8, 9]
     assert packed.aux[:, 1].tolist() == [10, 11, 12, 13, 14, 15, 20, 21, 22]
     assert packed.layout.rows.tolist() == [0, 1, 2, 6]
@@ -91,3 +91,10 @@ def test_segments_end_evenly_and_at_the_end(total: int, parts: int, ends: list[i
     from eagle3x.training.datamodule import evenly
 
     assert evenly(total, parts) == ends
+
+
+def test_shares_the_longest_document_first_to_whoever_has_least() -> None:
+    # 9 | 5, then 4 to the second (9 | 9), 3 to the first (12 | 9), 2 to the second (12 | 11); each in its old order.
+    assert shares([3, 9, 5, 4, 2], 2) == [[0, 1], [2, 3, 4]]
+    assert shares([8, 8, 8, 8], 2) == [[0, 2], [1, 3]]
+    assert shares([7], 2) == [[0], []]

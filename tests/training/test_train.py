@@ -18,14 +18,18 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from eagle3x.data.shard_index import ShardSpec
-from eagle3x.data.shards import Shards, ShardWriter
+from eagle3x.data.shards import Shards, ShardWriter, Subset
 from eagle3x.diagnosis.replay import ReplaySample, replay
 from eagle3x.drafters import checkpoint
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.config import Drafter
+from eagle3x.drafters.losses import Teacher
 from eagle3x.targets import Target
 from eagle3x.training import train
 from eagle3x.training.config import Train
+from eagle3x.training.datamodule import DraftData
+from eagle3x.training.module import DraftModule
+from eagle3x.training.validation import History
 from eagle3x.types import EagleError, HiddenStates, Response, total
 
 BOUNDARIES = (1, 3, 4)
@@ -37,7 +41,7 @@ DRAFTER = Drafter(
 TRAIN = Train(
     ttt_steps=2, step_weight_decay=0.5, tokens_per_step=64, epochs=3, learning_rate=2e-3, warmup_fraction=0.1,
     weight_decay=0.01, adam_betas=(0.9, 0.95), grad_clip=1.0, precision="fp32", out_of_vocab="renormalise",
-    head_chunk=16, validations=2, checkpoints=5, num_workers=0,
+    freeze_head=False, head_chunk=16, validations=2, checkpoints=5, num_workers=0,
 )  # fmt: skip
 
 
@@ -110,13 +114,13 @@ def test_killed_at_random_steps_it_ends_bit_for_bit_the_same(
     steps = facts["steps"]
     assert steps == 18  # 12 samples of 23 to 25 tokens: 2 a step of 64 tokens, 6 steps an epoch, 3 epochs
     run = stage("killed")
-    trainer = train._trainer
+    trainer = train.lightning_trainer
     kills = sorted(random.Random(seed).sample(range(steps), 3))
     for step in kills:
-        monkeypatch.setattr(train, "_trainer", lambda r, d, c, s=step: trainer(r, d, [*c, Kill(s)]))
+        monkeypatch.setattr(train, "lightning_trainer", lambda r, d, c, s=step: trainer(r, d, [*c, Kill(s)]))
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             train.make(run)
-    monkeypatch.setattr(train, "_trainer", trainer)
+    monkeypatch.setattr(train, "lightning_trainer", trainer)
     resumed = train.make(run)
     a, b = (load_file(r.work / "checkpoint/model.safetensors") for r in (whole, run))
     assert a.keys() == b.keys()
@@ -225,6 +229,46 @@ def test_bf16_on_a_cpu_is_refused(stage: Callable[..., Any]) -> None:
         train.make(stage("bf16", training=replace(TRAIN, precision="bf16")))
 
 
+def fitted(run: Any, training: Train, documents: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Weights and records after the last step on the first so many documents, from random weights."""
+    shards = Shards(run.inputs["hidden_states"].path / "train")
+    samples, target = Subset(shards, range(documents)), run.target
+    drafter = train.initial_drafter(
+        replace(DRAFTER, init="random"), target, shards, samples, 1, torch.device("cpu"), start=False
+    )
+    teacher = Teacher(target.head()[drafter.target_ids()], target.final_norm(), target.rms_norm_eps, "post_norm")
+    data = DraftData(samples, [len(s.token_ids) for s in samples], training, 1, None)
+    history = History(run.work / "metrics.jsonl")
+    module = DraftModule(drafter, teacher, training, len(data.plan), 1.0, history)
+    train.lightning_trainer(run, data, []).fit(module, datamodule=data)
+    return dict(drafter.state_dict()), history.records()
+
+
+def test_two_processes_train_the_same_drafter(stage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of two documents, one for each process, and a last one of a single document, which both read."""
+    training = replace(TRAIN, epochs=1, checkpoints=1)
+    alone, ours = fitted(stage("one"), training, 5)
+    monkeypatch.setattr(train, "devices_of", lambda hardware: [torch.device("cpu")] * 2)
+    together, theirs = fitted(stage("two"), training, 5)
+    assert len(theirs) == 3
+    assert theirs[-1]["tokens"] == 23 + 24 + 25 + 23 + 24
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(mine[key] == other[key] for key in ("step", "tokens", "asked", "rows", "learning_rate"))
+        assert other["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+        assert other["accuracy"] == pytest.approx(mine["accuracy"], abs=1e-6)
+    for name, tensor in alone.items():  # Adam's steps are 2e-3 each, whatever the gradient: 1 % of one is agreement
+        torch.testing.assert_close(together[name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_frozen_head_stays_and_the_rest_learns(stage: Callable[..., Any]) -> None:
+    run, training = stage("frozen"), replace(TRAIN, epochs=1, checkpoints=1)
+    free, _ = fitted(run, training, 4)
+    frozen, _ = fitted(run, replace(training, freeze_head=True), 4)
+    changed = {name for name, tensor in free.items() if not torch.equal(tensor, frozen[name])}
+    assert {"lm_head.weight", "norm.weight", "fc.weight"} <= changed
+    assert bool((frozen["norm.weight"] == 1).all())
+
+
 def test_counted_flops_by_hand() -> None:
     arch = Architecture(
         hidden_size=2, intermediate_size=5, num_heads=2, num_kv_heads=1, head_dim=3, rms_norm_eps=1e-5, rope_theta=1e4,
@@ -233,4 +277,6 @@ def test_counted_flops_by_hand() -> None:
     )  # fmt: skip
     # fc 12x2 = 24; k and v 4x3 each = 24; q 4x6 = 24, o 6x2 = 12, MLP 3x2x5 = 30; head 2x7 = 14.
     # Of every token 24 + 24, of a row in the loss 2 steps (66 + 14) + 24 for the second step's own key; teacher 14.
-    assert train.flops_per_token(arch, 2, 0.5) == 2 * (3 * (48 + 0.5 * (160 + 24)) + 0.5 * 14)
+    assert train.flops_per_token(arch, TRAIN, 0.5) == 2 * (3 * (48 + 0.5 * (160 + 24)) + 0.5 * 14)
+    frozen = replace(TRAIN, freeze_head=True)  # no gradient of the head's matrix: 2 steps of 2 * 7 multiply-adds a row
+    assert train.flops_per_token(arch, TRAIN, 0.5) - train.flops_per_token(arch, frozen, 0.5) == 2 * 0.5 * 2 * 2 * 7
