@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from eagle3x.identity import PLACEMENT
 from eagle3x.schema import config
+
+OURS = frozenset(("messages", "add_generation_prompt", "continue_final_message", "tools", "documents"))
+"""Variables of chat templates that the conversation decides."""
 
 
 @config
@@ -29,6 +33,8 @@ class Data:
     """Share of a jsonl file's prompts held out, where its records name no split."""
     max_sample_tokens: int
     """Longer samples are cut; each cut is counted and reported."""
+    chat_template_kwargs: Mapping[str, bool | int | float | str]
+    """What the target's chat template is told beside the messages, such as enable_thinking."""
 
     def __post_init__(self) -> None:
         if self.source == "jsonl" and self.path is None:
@@ -43,6 +49,8 @@ class Data:
             raise ValueError("limit_train and limit_eval must be at least 1, or null for all prompts")
         if self.max_sample_tokens < 8:
             raise ValueError("max_sample_tokens must be at least 8")
+        if ours := OURS & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs cannot set {', '.join(sorted(ours))}: eagle3x sets them")
 
 
 @config

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle3x.data import reuse
+from eagle3x.data.chat_template import ChatTemplate
 from eagle3x.data.conversations import given, prompt_tokens, regenerated
 from eagle3x.data.records import read_prompts
 from eagle3x.data.response_parts import ResponseParts
@@ -57,18 +58,20 @@ def make(run: StageRun) -> dict[str, Any]:
     cfg, target = run.cfg, run.target
     reused = cfg.responses.source is not None or cfg.hidden_states.source is not None
     prompts = {p.id: p for p in read_prompts(run.inputs["prompts"].path) if not (reused and p.split == "train")}
-    work = plan(list(prompts.values()), cfg, target)
+    template = ChatTemplate(target.tokenizer, cfg.data.chat_template_kwargs)
+    work = plan(list(prompts.values()), cfg, target, template)
     slot = run.slot("generate")
     parts = ResponseParts(run.work, rows_per_part=slot.backend.batch_size)
     done = parts.done_ids()
     if done:
         log(f"responses: {len(done)} of {len(work.requests) + len(work.given)} are there from an earlier attempt")
 
-    for prompt in work.given:
-        if prompt.id not in done:
-            limit = cfg.data.max_sample_tokens
-            parts.add(given(prompt, target.tokenizer, limit, target.eos_token_ids))
-    order = [*prompts]
+    taken = {p.id: given(p, template, cfg.data.max_sample_tokens, target.eos_token_ids) for p in work.given}
+    for samples in taken.values():
+        for response in samples:
+            if response.id not in done:
+                parts.add(response)
+    order = [id for prompt in prompts for id in ([r.id for r in taken[prompt]] if prompt in taken else [prompt])]
     same_prompt = 0
     if cfg.responses.source is not None:
         held_out = [request.prompt_ids for request in work.requests.values()]
@@ -79,7 +82,7 @@ def make(run: StageRun) -> dict[str, Any]:
                 order.append(response.id)
                 if response.id not in done:
                     parts.add(response)
-        _refuse_clashes(order)
+    _refuse_clashes(order)
     missing = [r for r in work.requests.values() if r.id not in done]
     started, tokens = time.monotonic(), 0
     if missing:
@@ -99,13 +102,14 @@ def make(run: StageRun) -> dict[str, Any]:
                 parts.add(_response(prompts[completion.id], request, completion, cfg, target.eos_token_ids))
     seconds = time.monotonic() - started
     parts.flush()
-    _refuse_missing(parts.done_ids(), (*work.requests, *(p.id for p in work.given)))
+    _refuse_missing(parts.done_ids(), (*work.requests, *(r.id for samples in taken.values() for r in samples)))
     table = parts.merge({id: place for place, id in enumerate(order)})
     facts = {
         "splits": {split: _counts(table.filter(pc.field("split") == split)) for split in get_args(Split)},
         "too_long": len(work.too_long),
         "shortened": len(work.shortened),
         "same_prompt": same_prompt,
+        "parted": sum(len(samples) > 1 for samples in taken.values()),
         "tokens": sum(len(chunk.flatten()) for chunk in table["token_ids"].chunks),
         "generated": {"requests": len(missing), "tokens": tokens, "seconds": round(seconds, 3)},
     }
@@ -113,7 +117,7 @@ def make(run: StageRun) -> dict[str, Any]:
     return facts
 
 
-def plan(prompts: Sequence[Prompt], cfg: Config, target: Target) -> Plan:
+def plan(prompts: Sequence[Prompt], cfg: Config, target: Target, template: ChatTemplate) -> Plan:
     """Decide, from the lengths of the prompts, what is asked of the engine. Longest first, so that little is padded.
 
     A val or eval text is never cut, since replay walks all of it: its prompt must leave room for
@@ -133,7 +137,7 @@ def plan(prompts: Sequence[Prompt], cfg: Config, target: Target) -> Plan:
         if prompt.messages[-1].role == "assistant":
             taken.append(prompt)
             continue
-        ids = prompt_tokens(prompt, target.tokenizer)
+        ids = prompt_tokens(prompt, template)
         room = limit - len(ids)
         if prompt.split == "train":
             wanted = sampling.max_new_tokens
@@ -200,7 +204,7 @@ def _seed(seed: int, id: str) -> int:
 def _refuse_clashes(ids: Sequence[str]) -> None:
     clashes = [id for id, count in Counter(ids).items() if count > 1]
     if clashes:
-        raise EagleError(f"responses.from has ids of val or eval prompts: {', '.join(clashes[:5])}; rename them")
+        raise EagleError(f"ids of two samples each: {', '.join(clashes[:5])}; rename one of them")
 
 
 def _refuse_missing(done: Collection[str], wanted: Sequence[str]) -> None:
@@ -237,6 +241,10 @@ def _report(facts: Mapping[str, Any], work: Plan) -> None:
             log(f"responses: {counts['cut_samples']} {split} samples were cut, by {counts['cut_tokens']} tokens")
     if facts["same_prompt"]:
         log(f"responses: {facts['same_prompt']} reused texts ask what a val or eval prompt asks: left out")
+    if facts["parted"]:
+        log(
+            f"responses: {facts['parted']} conversations are one sample per answer: the template rewrites earlier turns"
+        )
     if work.too_long:
         log(f"responses: {len(work.too_long)} prompts leave no room for an answer: left out, first {work.too_long[0]}")
     if work.shortened:

@@ -22,6 +22,7 @@ def data(**overrides: Any) -> Data:
     values = {
         "source": "jsonl", "path": "x.jsonl", "format": "auto", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
+        "chat_template_kwargs": {},
     }  # fmt: skip
     return Data(**{**values, **overrides})
 

@@ -17,7 +17,7 @@ from eagle3x.types import ConfigError, Message
 
 BUILTIN = Data(
     source="builtin", path=None, format="auto", responses="regenerate", limit_train=None, limit_eval=None,
-    val_fraction=0.125, eval_fraction=0.25, max_sample_tokens=512,
+    val_fraction=0.125, eval_fraction=0.25, max_sample_tokens=512, chat_template_kwargs={},
 )  # fmt: skip
 
 
@@ -27,6 +27,7 @@ def jsonl(path: Path, *lines: Any, **overrides: Any) -> Data:
     values = {
         "source": "jsonl", "path": str(path), "format": "auto", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
+        "chat_template_kwargs": {},
     }  # fmt: skip
     return Data(**{**values, **overrides})
 
@@ -237,3 +238,8 @@ def test_identity_is_the_content_wherever_it_lies(tmp_path: Path) -> None:
     assert sources.identity(a) == sources.identity(b)
     assert sources.identity(a) != sources.identity(other)
     assert sources.identity(BUILTIN) != sources.identity(a)
+
+
+def test_a_template_variable_of_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot set tools: eagle3x sets them"):
+        jsonl(tmp_path / "x.jsonl", {"prompt": "a"}, chat_template_kwargs={"tools": "x", "enable_thinking": True})
