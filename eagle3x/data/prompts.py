@@ -54,6 +54,7 @@ def make(run: StageRun) -> dict[str, Any]:
         log(f"prompts: {selected.unused_turns} follow-up turns are not used, for nothing answers the turn before them")
     return {
         "records": len(records),
+        "origin": sources.origin(run.cfg.data),
         "splits": {split: _counts(selected.prompts, split) for split in get_args(Split)},
         "duplicates": len(selected.duplicates),
         "leaks": len(selected.leaks),

@@ -1,4 +1,4 @@
-"""Where prompts come from: the builtin set, or a JSONL file of the user's. No torch here."""
+"""Where prompts come from: the builtin set, a JSONL file of the user's, or a dataset. No torch here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from eagle3x.data import datasets
 from eagle3x.data.config import Data
 from eagle3x.fingerprint import fingerprint_file
 from eagle3x.types import ConfigError, Message
@@ -58,10 +59,10 @@ def read(data: Data) -> list[Record]:
     Raises:
         ConfigError: some lines are not records; each is named by file and line (the first 10 are shown).
     """
-    path = _path(data)
-    records = _records(path, data, limit=None)
+    path, name = _file(data)
+    records = _records(path, name, data, limit=None)
     if not records:
-        raise ConfigError(f"{path} holds no prompts; it should hold one JSON object a line")
+        raise ConfigError(f"{name} holds no prompts; it should hold one JSON object a line")
     return records
 
 
@@ -71,29 +72,41 @@ def check(data: Data) -> None:
     Raises:
         ConfigError: it is not; the message says where and what would be right.
     """
-    path = _path(data)
+    if data.source == "hf":
+        datasets.check(data)
+        return
+    path, name = _file(data)
     if not path.exists():
         raise ConfigError(f"data.path={path} does not exist; name a JSONL file, or use data=builtin")
     if not path.is_file():
         raise ConfigError(f"data.path={path} is not a file; name a JSONL file")
-    if not _records(path, data, limit=CHECKED_LINES):
+    if not _records(path, name, data, limit=CHECKED_LINES):
         raise ConfigError(f"data.path={path} holds no prompts; it should hold one JSON object a line")
 
 
 def identity(data: Data) -> dict[str, Any]:
     """What is hashed of the source: its content, wherever it lies and whatever it is called."""
-    return {"records": fingerprint_file(_path(data))}
+    return {"records": fingerprint_file(_file(data)[0])}
 
 
-def _path(data: Data) -> Path:
-    return BUILTIN if data.source == "builtin" or data.path is None else Path(data.path)
+def origin(data: Data) -> dict[str, Any]:
+    """What is known of a dataset: where it is from, its commit and its licence. Empty for files."""
+    return datasets.rows_of(data).origin if data.source == "hf" else {}
 
 
-def _records(path: Path, data: Data, limit: int | None) -> list[Record]:
+def _file(data: Data) -> tuple[Path, str]:
+    """The JSONL file that holds the records, and what it is called in messages."""
+    if data.source == "hf":
+        return datasets.rows_of(data).path, str(data.hub_id or data.path)
+    path = BUILTIN if data.source == "builtin" or data.path is None else Path(data.path)
+    return path, str(path)
+
+
+def _records(path: Path, name: str, data: Data, limit: int | None) -> list[Record]:
     records: list[Record] = []
     problems: list[str] = []
     for number, line in _lines(path, limit):
-        where = f"{path}:{number}"
+        where = f"{name}:{number}"
         try:
             records.append(_record(line, where, data))
         except _WrongError as e:

@@ -20,7 +20,8 @@ from eagle3x.types import ConfigError, Message, Prompt
 
 def data(**overrides: Any) -> Data:
     values = {
-        "source": "jsonl", "path": "x.jsonl", "format": "auto", "responses": "regenerate", "limit_train": None,
+        "source": "jsonl", "path": "x.jsonl", "hub_id": None, "revision": None, "subset": None, "split": None,
+        "rows": None, "columns": {}, "format": "auto", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
         "chat_template_kwargs": {},
     }  # fmt: skip

@@ -16,7 +16,8 @@ from eagle3x.targets import Target
 from eagle3x.types import ConfigError, Message
 
 BUILTIN = Data(
-    source="builtin", path=None, format="auto", responses="regenerate", limit_train=None, limit_eval=None,
+    source="builtin", path=None, hub_id=None, revision=None, subset=None, split=None,
+    rows=None, columns={}, format="auto", responses="regenerate", limit_train=None, limit_eval=None,
     val_fraction=0.125, eval_fraction=0.25, max_sample_tokens=512, chat_template_kwargs={},
 )  # fmt: skip
 
@@ -25,7 +26,8 @@ def jsonl(path: Path, *lines: Any, **overrides: Any) -> Data:
     """A file of these lines (texts as they are, all else as JSON), and the config that reads it."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8")
     values = {
-        "source": "jsonl", "path": str(path), "format": "auto", "responses": "regenerate", "limit_train": None,
+        "source": "jsonl", "path": str(path), "hub_id": None, "revision": None, "subset": None, "split": None,
+        "rows": None, "columns": {}, "format": "auto", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
         "chat_template_kwargs": {},
     }  # fmt: skip
