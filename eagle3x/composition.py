@@ -164,6 +164,7 @@ def _check_names(overrides: Sequence[Override]) -> None:
 OPEN_DICTS = (
     "data.chat_template_kwargs",
     "data.columns",
+    "eval.columns",
     "backend.engine_args",
     "generate.backend.engine_args",
     "serve.backend.engine_args",

@@ -33,6 +33,7 @@ def check(cfg: Config) -> None:
     """
     targets.check(cfg.target)
     sources.check(cfg.data)
+    sources.check(cfg.eval)
     reuse.check(cfg.responses.source)
     if cfg.hidden_states.source is not None and not Path(cfg.hidden_states.source).is_dir():
         raise ConfigError(f"hidden_states.from={cfg.hidden_states.source}: no such directory")

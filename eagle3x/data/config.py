@@ -94,6 +94,16 @@ class Data(PromptSource):
 
 
 @config
+class EvalPrompts(PromptSource):
+    """Where the eval prompts come from, if they are not held out of `data`."""
+
+    source: Literal["held_out", "jsonl", "hf"]
+
+    def __post_init__(self) -> None:
+        self.check_place("eval", self.source)
+
+
+@config
 class Reused:
     """What is there already and is not made again. The path is placement: its content is what is hashed."""
 

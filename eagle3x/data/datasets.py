@@ -36,7 +36,7 @@ class Rows:
     origin: Mapping[str, Any]
 
 
-def check(source: PromptSource) -> None:
+def check(source: PromptSource, group: str) -> None:
     """Whether the dataset can be asked for, without the network.
 
     Raises:
@@ -45,9 +45,9 @@ def check(source: PromptSource) -> None:
     if find_spec("datasets") is None:
         raise ConfigError("datasets of the hub need the library: pip install 'eagle3x[hf]' (or: pip install datasets)")
     if source.path is not None and not Path(source.path).is_dir():
-        raise ConfigError(f"{source.path}: no such directory; a file is read by data=jsonl")
+        raise ConfigError(f"{group}.path={source.path}: no such directory; a file is read by {group}=jsonl")
     if source.hub_id is not None and not hub.is_hub_id(source.hub_id):
-        raise ConfigError(f"{source.hub_id!r} is no dataset of the hub (as org/name would be)")
+        raise ConfigError(f"{group}.hub_id={source.hub_id!r} is no dataset of the hub (as org/name would be)")
 
 
 def rows_of(source: PromptSource) -> Rows:
@@ -125,7 +125,7 @@ def _lines(rows: Iterable[Mapping[str, Any]], source: PromptSource) -> Iterable[
         if missing or not columns:
             raise ConfigError(
                 f"{where} has no column {' and '.join(missing) or ' or '.join(COLUMNS)}; it has {', '.join(row)}:"
-                " name one, as in +data.columns.prompt=question"
+                " say which is which by columns, as in +data.columns.prompt=question"
             )
         try:
             yield json.dumps({ours: row[theirs] for ours, theirs in columns.items() if row[theirs] is not None}) + "\n"

@@ -111,7 +111,7 @@ def test_the_origin_is_recorded(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     path = folder(tmp_path / "d", GSM8K)
-    with pytest.raises(ConfigError, match=r"d:1 has no column messages or .*; it has question, answer: name one"):
+    with pytest.raises(ConfigError, match=r"d:1 has no column messages or .*; it has question, answer: say which"):
         sources.read(hf(path))
     with pytest.raises(ConfigError, match=r"d:1 has no column text; it has question, answer"):
         sources.read(hf(path, columns={"prompt": "text"}))
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         sources.read(hf(numbers))
     with pytest.raises(ConfigError, match="no such directory"):
         sources.check(hf(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="no dataset of the hub"):
+    with pytest.raises(ConfigError, match=r"data.hub_id=.* is no dataset of the hub"):
         sources.check(hf(None, hub_id="no/such/name"))
 
 

@@ -79,14 +79,14 @@ def test_builtin_prompts_are_short(smollm2: Target) -> None:
 def test_prompt_format(tmp_path: Path) -> None:
     record = one(tmp_path, {"prompt": "Hi", "id": 7, "category": "greeting", "split": "eval", "extra": [1]})
     assert record == Record(
-        f"{tmp_path}/prompts.jsonl:1", "7", "greeting", "eval", (Message("user", "Hi"),), unused_turns=0
+        f"{tmp_path}/prompts.jsonl:1", "7", "greeting", "eval", (Message("user", "Hi"),), follow_ups=()
     )
 
 
-def test_turns_use_the_first_and_count_the_rest(tmp_path: Path) -> None:
+def test_turns_after_the_first_are_follow_ups(tmp_path: Path) -> None:
     record = one(tmp_path, {"turns": ["First?", "Second?", "Third?"]})
     assert record.messages == (Message("user", "First?"),)
-    assert record.unused_turns == 2
+    assert record.follow_ups == ("Second?", "Third?")
     assert record.id is None
     assert record.split is None
     assert record.category == "uncategorised"
