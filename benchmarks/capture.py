@@ -2,6 +2,7 @@
 
     python benchmarks/capture.py --engine vllm --target DIRECTORY --boundaries 2,14,26                    # CPU
     python benchmarks/capture.py --engine vllm --target DIRECTORY --boundaries 2,16,29 --device cuda --random-weights
+    python benchmarks/capture.py --engine sglang ... --device cuda --batch-tokens 8192 --longest 2048 --tokens 131072
 
 Both engines are loaded at the same time and take turns (plain, capture, drop, drop, capture, plain; one round first,
 not counted), with the same sequences, batching and dtype. "Capture" ends when the last shard is on disk; "drop"
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter that has the engine")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--random-weights", action="store_true")
-    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
+    parser.add_argument("--eager", action="store_true", help="both engines without compilation and graphs")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=4096, help="of one turn")
     parser.add_argument("--longest", type=int, default=512)
@@ -117,6 +118,7 @@ def batching(asked: argparse.Namespace) -> dict[str, Any]:
     if asked.engine == "vllm":
         extra |= {"enforce_eager": True} if asked.eager else {}
         return {**extra, "max_num_batched_tokens": asked.batch_tokens}
+    extra |= {"disable_cuda_graph": True} if asked.eager else {}
     return {**extra, "chunked_prefill_size": asked.batch_tokens, "max_prefill_tokens": asked.batch_tokens}
 
 

@@ -161,7 +161,14 @@ def _check_names(overrides: Sequence[Override]) -> None:
             raise ConfigError(f"unknown key {key}{_nearest(key, [*known, *keys])}")
 
 
-OPEN_DICTS = ("backend.engine_args", "generate.backend.engine_args", "serve.backend.engine_args")
+OPEN_DICTS = (
+    "data.chat_template_kwargs",
+    "data.columns",
+    "eval.columns",
+    "backend.engine_args",
+    "generate.backend.engine_args",
+    "serve.backend.engine_args",
+)
 
 
 def _keys(chosen: Sequence[str] = ()) -> list[str]:

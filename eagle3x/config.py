@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from eagle3x.benchmark.config import Benchmark, Speculation
-from eagle3x.data.config import Data, Reused, Sampling
+from eagle3x.data.config import Data, EvalPrompts, Reused, Sampling
 from eagle3x.drafters.config import Drafter
 from eagle3x.engines.config import Attention, Backend, GenerateSlot, Quantization, ServeSlot, Slot
 from eagle3x.identity import PLACEMENT
@@ -76,6 +76,7 @@ class Config:
     serve: ServeSlot
     capture: Capture
     data: Data
+    eval: EvalPrompts
     sampling: Sampling
     responses: Reused
     """Train text: `responses.from`, token ids with loss masks, instead of text that the target writes."""

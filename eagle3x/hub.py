@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3x.types import EagleError
@@ -14,16 +16,50 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
 
 
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset's commit, and the licence that its card names."""
+
+    commit: str
+    licence: str | None
+
+
+def dataset(hub_id: str, revision: str | None) -> Dataset:
+    """Ask the hub what is at that revision. EagleError says what to do."""
+    from huggingface_hub import HfApi
+
+    with _explained(hub_id, "hub_id", "a directory (hub_id=null path=DIRECTORY)", revision):
+        info = HfApi().dataset_info(hub_id, revision=revision)
+    licence = None if info.card_data is None else info.card_data.get("license")
+    return Dataset(str(info.sha), None if licence is None else str(licence))
+
+
 def snapshot(hub_id: str, revision: str | None, files: Sequence[str], key: str, instead: str) -> Path:
     """The files of a repository that fit the patterns, none from its subfolders (they hold other formats).
 
     key: the config key that names the repository; instead: what to set for a directory. EagleError says what to do.
     """
     from huggingface_hub import snapshot_download
+
+    with _explained(hub_id, key, instead, revision):
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"]))
+
+
+def cached(hub_id: str, revision: str | None, file: str) -> Path | None:
+    """A file of a repository, if an earlier download left it in the hub's cache. Asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, file, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+@contextmanager
+def _explained(hub_id: str, key: str, instead: str, revision: str | None) -> Iterator[None]:
+    """EagleError for what the hub answers."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        path = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"])
+        yield
     except GatedRepoError as error:
         raise EagleError(f"{key}={hub_id} is gated: accept its licence there, then log in (hf auth login)") from error
     except RevisionNotFoundError as error:
@@ -38,12 +74,3 @@ def snapshot(hub_id: str, revision: str | None, files: Sequence[str], key: str, 
             f"{key}={hub_id} cannot be downloaded and is not in the hub's cache: {reason}\n"
             f"Without network, copy the directory here and use {instead}"
         ) from error
-    return Path(path)
-
-
-def cached(hub_id: str, revision: str | None, file: str) -> Path | None:
-    """A file of a repository, if an earlier download left it in the hub's cache. Asks no network."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(hub_id, file, revision=revision)
-    return Path(found) if isinstance(found, str) else None

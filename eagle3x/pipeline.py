@@ -37,13 +37,13 @@ class Stage:
 
 EXTRACT = ("backend", "quantization", "attention")
 STAGES = {
-    "prompts": Stage((), ("data",), (), "eagle3x.data.prompts:make"),
+    "prompts": Stage((), ("data", "eval"), (), "eagle3x.data.prompts:make", version=2),
     "responses": Stage(
         ("prompts",),
         ("target", "generate", "sampling", "data", "seed", "responses", "hidden_states"),
         ("hardware",),
         "eagle3x.data.responses:make",
-        version=2,
+        version=3,
     ),
     "hidden_states": Stage(
         ("responses",),

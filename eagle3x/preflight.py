@@ -10,6 +10,7 @@ from eagle3x import pipeline, targets
 from eagle3x.capture import CaptureError, native_layer_ids, reader_of, trained_boundaries
 from eagle3x.config import Config, TargetConfig
 from eagle3x.data import reuse, sources
+from eagle3x.data.chat_template import refuse_unread
 from eagle3x.drafters import location
 from eagle3x.drafters import origin as origins
 from eagle3x.drafters.architecture import Architecture
@@ -32,6 +33,7 @@ def check(cfg: Config) -> None:
     """
     targets.check(cfg.target)
     sources.check(cfg.data)
+    sources.check(cfg.eval)
     reuse.check(cfg.responses.source)
     if cfg.hidden_states.source is not None and not Path(cfg.hidden_states.source).is_dir():
         raise ConfigError(f"hidden_states.from={cfg.hidden_states.source}: no such directory")
@@ -52,6 +54,11 @@ def at_hand(cfg: TargetConfig) -> bool:
 
 def check_with_target(cfg: Config, target: Target) -> None:
     """What needs the target's config: boundaries that exist, engines that can run it."""
+    if cfg.data.chat_template_kwargs:
+        try:
+            refuse_unread(target.chat_template, cfg.data.chat_template_kwargs)
+        except EagleError as error:
+            raise ConfigError(str(error)) from error
     boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
     reasons = [
         f"{slot.role}: {reason}"

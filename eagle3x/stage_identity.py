@@ -35,6 +35,8 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
             return target.identity()
         case "data":
             return {**identity_of(cfg.data), "content": sources.identity(cfg.data)}
+        case "eval":
+            return {**identity_of(cfg.eval), "content": sources.identity(cfg.eval)}
         case "responses":
             return {"content": reuse.fingerprint(cfg.responses.source)}
         case "hidden_states" if stage == "responses":

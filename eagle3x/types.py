@@ -38,12 +38,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that the target is to answer; one that ends with an assistant turn can be taken as given."""
+    """A conversation that the target is to answer; one that ends with an assistant turn can be taken as given.
+
+    `follow_ups`: what the user asks after the target's own answers, one after the other.
+    """
 
     id: str
     category: str
     split: Split
     messages: tuple[Message, ...]
+    follow_ups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,11 @@ from eagle3x.types import ConfigError
 MANDATORY = {
     ("target", "directory"): ["target.path=/models/x", "target.aux_layer_ids=[1,2]"],
     ("target", "hub"): ["target.hub_id=org/name", "target.aux_layer_ids=[1,2]"],
+    ("data", "hf"): ["data.hub_id=org/name"],
     ("data", "jsonl"): ["data.path=prompts.jsonl"],
+    ("eval", "hf"): ["eval.hub_id=org/name"],
+    ("eval", "jsonl"): ["eval.path=prompts.jsonl"],
+    ("eval", "spec_bench"): ["eval.path=question.jsonl"],
     ("drafter", "pretrained"): ["drafter.path=/ckpt"],
     ("command", "convert"): ["to=/new"],
     ("command", "probe"): ["states=/dump"],

@@ -29,6 +29,7 @@ REFUSED = {
     ("drafter=pretrained", "drafter.path=published"): "drafter.boundaries=[0,2,3] or [1,3,4]",
     ("drafter.init_from=published", "drafter.made_by=specforge"): "trained on boundaries [1, 3, 4]",
     ("data=jsonl", "data.path=/nowhere.jsonl"): "does not exist",
+    ("+data.chat_template_kwargs.enable_thinking=false",): "chat template has no enable_thinking",
     ("responses.from=/nowhere.parquet",): "no such file",
     ("hidden_states.from=/nowhere",): "no such directory",
     ("artifacts=a_file/store",): "is a file",

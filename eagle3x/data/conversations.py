@@ -6,53 +6,66 @@ header before it nor the newline that a template puts behind it. For ChatML ('·
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
     ·······················································^^^^^^^^^^^^^^^^··
 
-No template's markup is known here. The text of a turn is what the template adds to the conversation before it, and that
-this is so (each conversation renders to a beginning of the longer one) is verified for every sample: a template that
-rewrites earlier turns is refused, unless it marks the assistant's text itself (`{% generation %}`).
+No template's markup is known here. The text of a turn is what the template adds to the header that the target is asked
+with, unless the template marks the assistant's text itself (`{% generation %}`); that it is the answer is verified for
+every sample. Templates that rewrite earlier turns when more follow (they drop their reasoning, most often) have no one
+text of a conversation: there each answer is a sample of its own, after the history as the target sees it at that turn.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
-from typing import Any
+from itertools import pairwise
 
+from eagle3x.data.chat_template import ChatTemplate
 from eagle3x.types import Completion, EagleError, Message, Prompt, Response
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN_BEFORE = 12
+"""Characters before the place where two renderings part, in messages."""
 
 
-def prompt_tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
+def turn_id(id: str, turn: int) -> str:
+    """The id of the sample that holds the answer number `turn` (from 1) of a conversation."""
+    return id if turn == 1 else f"{id}#{turn}"
+
+
+def prompt_tokens(prompt: Prompt, template: ChatTemplate) -> tuple[int, ...]:
     """The ids that an engine is asked with: the conversation and the header of the answer."""
-    text = _render(prompt.messages, tokenizer, prompt.id, header=True)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text = template.text(prompt.messages, prompt.id, header=True)
+    return tuple(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def given(prompt: Prompt, tokenizer: Any, max_tokens: int, stop_ids: Collection[int]) -> Response:
+def given(prompt: Prompt, template: ChatTemplate, max_tokens: int, stop_ids: Collection[int]) -> list[Response]:
     """A conversation whose answers are labels as they stand, all turns of them.
 
-    `prompt_tokens` reaches to the first label, `response_tokens` from there to the last one, with the user's turns in
-    between (their mask is false). What the template puts behind the last label is left out; what is beyond `max_tokens`
-    is cut and counted, so that a sample cut before its first label has an empty mask.
+    One sample, or one per answer (ids by `turn_id`) where the template rewrites earlier turns. `prompt_tokens` reaches
+    to the first label, `response_tokens` from there to the last one, with the user's turns in between (their mask is
+    false). What the template puts behind the last label is left out; what is beyond `max_tokens` is cut and counted,
+    so that a sample cut before its first label has an empty mask.
 
     Raises:
         EagleError: the assistant's text cannot be found in the template's output with certainty.
     """
-    token_ids, mask = assistant_tokens(prompt.messages, tokenizer, stop_ids, prompt.id)
-    whole = len(mask) - mask[::-1].index(True)
-    kept = min(whole, max_tokens)
-    first = min(mask.index(True), kept)
-    return Response(
-        id=prompt.id,
-        category=prompt.category,
-        split=prompt.split,
-        token_ids=tuple(token_ids[:kept]),
-        loss_mask=tuple(mask[:kept]),
-        prompt_tokens=first,
-        response_tokens=kept - first,
-        finish="given",
-        cut_tokens=whole - kept,
-    )
+    samples = assistant_tokens(prompt.messages, template, stop_ids, prompt.id)
+    responses: list[Response] = []
+    for turn, (token_ids, mask) in enumerate(samples, 1):
+        whole = len(mask) - mask[::-1].index(True)
+        kept = min(whole, max_tokens)
+        first = min(mask.index(True), kept)
+        responses.append(
+            Response(
+                id=turn_id(prompt.id, turn),
+                category=prompt.category,
+                split=prompt.split,
+                token_ids=tuple(token_ids[:kept]),
+                loss_mask=tuple(mask[:kept]),
+                prompt_tokens=first,
+                response_tokens=kept - first,
+                finish="given",
+                cut_tokens=whole - kept,
+            )
+        )
+    return responses
 
 
 def regenerated(
@@ -73,9 +86,11 @@ def regenerated(
 
 
 def assistant_tokens(
-    messages: Sequence[Message], tokenizer: Any, stop_ids: Collection[int], name: str
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole conversation, and which of them the assistant writes. `name` is for messages.
+    messages: Sequence[Message], template: ChatTemplate, stop_ids: Collection[int], name: str
+) -> list[tuple[list[int], list[bool]]]:
+    """Token ids up to the last answer, and which of them the assistant writes. `name` is for messages.
+
+    One pair for the whole conversation, or one per answer where the template rewrites earlier turns.
 
     Special tokens that stand literally in a text are read as special, as inference servers read them. They never begin
     or end a span: spans are found by characters of the turns. In an answer they are refused, for the target would have
@@ -84,62 +99,73 @@ def assistant_tokens(
     Raises:
         EagleError: no assistant turn, a tokenizer without offsets, or spans that cannot be verified.
     """
-    if not any(m.role == "assistant" for m in messages):
+    ends = [i + 1 for i, m in enumerate(messages) if m.role == "assistant"]
+    if not ends:
         raise EagleError(f"{name}: no assistant turn, so nothing in it can be a label")
-    if not getattr(tokenizer, "is_fast", False):
+    if not getattr(template.tokenizer, "is_fast", False):
         raise EagleError(
-            f"{type(tokenizer).__name__} gives no character offsets, so given answers cannot be masked;"
+            f"{type(template.tokenizer).__name__} gives no character offsets, so given answers cannot be masked;"
             " use a target with a fast tokenizer (tokenizer.json), or data.responses=regenerate"
         )
-    text = _render(messages, tokenizer, name)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    texts = [template.text(messages[:end], name) for end in ends]
+    if all(longer.startswith(shorter) for shorter, longer in pairwise(texts)):
+        return [_labelled(messages[: ends[-1]], texts, template, stop_ids, name)]
+    return [_labelled(messages[:end], [text], template, stop_ids, name) for end, text in zip(ends, texts, strict=True)]
+
+
+def _labelled(
+    messages: Sequence[Message], turns: Sequence[str], template: ChatTemplate, stop_ids: Collection[int], name: str
+) -> tuple[list[int], list[bool]]:
+    """The last answers of `messages` as labels: as many as `turns`, the renderings that end with each of them."""
+    text = turns[-1]
+    encoding = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     token_ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-    if GENERATION.search(tokenizer.get_chat_template()):
-        regions = _marked_regions(messages, tokenizer, token_ids, name)
+    answers = [i for i, m in enumerate(messages) if m.role == "assistant"][-len(turns) :]
+    if template.marks_answers:
+        regions = _marked_regions(messages, template, token_ids, name)[-len(turns) :]
     else:
-        regions = _turn_regions(messages, tokenizer, text, offsets, name)
+        regions = [_region(messages, i, turn, template, offsets, name) for i, turn in zip(answers, turns, strict=True)]
     mask = [False] * len(token_ids)
-    for region, message in zip(regions, (m for m in messages if m.role == "assistant"), strict=True):
-        for i in _up_to_stop(region, message, token_ids, offsets, text, stop_ids, name):
-            mask[i] = True
+    for region, i in zip(regions, answers, strict=True):
+        for t in _up_to_stop(region, messages[i], token_ids, offsets, text, stop_ids, name):
+            mask[t] = True
     return token_ids, mask
 
 
-def _turn_regions(
-    messages: Sequence[Message], tokenizer: Any, text: str, offsets: Sequence[tuple[int, int]], name: str
-) -> list[list[int]]:
-    """Per assistant turn the tokens between the header of the answer and the end of the turn.
+def _region(
+    messages: Sequence[Message],
+    answer: int,
+    turn: str,
+    template: ChatTemplate,
+    offsets: Sequence[tuple[int, int]],
+    name: str,
+) -> list[int]:
+    """The tokens between the header of the answer and the end of its turn.
 
     A token that stands half in the header belongs to neither: it is left out.
     """
-    regions: list[list[int]] = []
-    for i, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        head = _render(messages[:i], tokenizer, name, header=True)
-        turn = _render(messages[: i + 1], tokenizer, name)
-        if not (text.startswith(turn) and turn.startswith(head)):
-            raise EagleError(
-                f"{name}: the chat template writes turn {i + 1} in another way when more turns follow, so the"
-                " assistant's text cannot be told from the rest; use a template with {% generation %} marks, or"
-                " data.responses=regenerate"
-            )
-        regions.append([t for t, (a, b) in enumerate(offsets) if len(head) <= a and b <= len(turn)])
-    return regions
+    head = template.text(messages[:answer], name, header=True)
+    if not turn.startswith(head):
+        same = next((n for n, (a, b) in enumerate(zip(head, turn, strict=False)) if a != b), min(len(head), len(turn)))
+        same = max(0, same - SHOWN_BEFORE)
+        raise EagleError(
+            f"{name}: the target is asked for turn {answer + 1} with {_shorten(head[same:])}, where the chat template"
+            f" writes {_shorten(turn[same:])} when the answer is there; choose the same form of both by"
+            " data.chat_template_kwargs (see the template), or use data.responses=regenerate"
+        )
+    return [t for t, (a, b) in enumerate(offsets) if len(head) <= a and b <= len(turn)]
 
 
 def _marked_regions(
-    messages: Sequence[Message], tokenizer: Any, token_ids: Sequence[int], name: str
+    messages: Sequence[Message], template: ChatTemplate, token_ids: Sequence[int], name: str
 ) -> list[list[int]]:
     """Per assistant turn the tokens that the template itself marks by `{% generation %}`."""
-    marked = tokenizer.apply_chat_template(
-        _plain(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    if list(marked["input_ids"]) != list(token_ids):
+    marked_ids, marks = template.marked(messages)
+    if marked_ids != list(token_ids):
         raise EagleError(f"{name}: the tokenizer gives other ids for the marked template than for its text")
     regions: list[list[int]] = []
     before = 0
-    for t, flag in enumerate(marked["assistant_masks"]):
+    for t, flag in enumerate(marks):
         if flag and not before:
             regions.append([])
         if flag:
@@ -168,25 +194,23 @@ def _up_to_stop(
             " correct the template or eos_token_id in generation_config.json"
         )
     written = text[offsets[region[0]][0] : offsets[region[stop]][0]]
-    if written.strip() != message.content.strip():
+    if _squeezed(written) != _squeezed(message.content):
+        more = (
+            ". What the template writes before an answer must be in the header that the target is asked with: choose"
+            " that by data.chat_template_kwargs (such as enable_thinking=false), or use data.responses=regenerate"
+            if _squeezed(written).endswith(_squeezed(message.content))
+            else "; an answer must not hold a stop token, and a template must not change it"
+        )
         raise EagleError(
             f"{name}: the template's text of an answer is {_shorten(written)}, the answer is"
-            f" {_shorten(message.content)}; an answer must not hold a stop token, and a template must not change it"
+            f" {_shorten(message.content)}{more}"
         )
     return region[: stop + 1]
 
 
-def _render(messages: Sequence[Message], tokenizer: Any, name: str, header: bool = False) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(_plain(messages), tokenize=False, add_generation_prompt=header)
-    except (TemplateError, ValueError, TypeError) as e:
-        raise EagleError(f"{name}: the chat template refuses this conversation: {e}") from e
-
-
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": m.role, "content": m.content} for m in messages]
+def _squeezed(text: str) -> str:
+    """Without white space, which templates trim and set around reasoning as the target writes it."""
+    return "".join(text.split())
 
 
 def _shorten(text: str) -> str:

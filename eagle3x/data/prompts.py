@@ -36,7 +36,8 @@ class Selection:
     """Ids of train prompts that share text with an eval prompt."""
     dropped_answers: int
     """Answers at the end of a conversation that the target writes anew."""
-    unused_turns: int
+    other_split: int
+    """Records of `data` that name eval and of `eval` that name train, where each has a source of its own."""
 
 
 def make(run: StageRun) -> dict[str, Any]:
@@ -46,25 +47,29 @@ def make(run: StageRun) -> dict[str, Any]:
         ConfigError: lines that are no records, one id for two prompts, or a split that would be empty.
     """
     records = sources.read(run.cfg.data)
-    selected = select(records, run.cfg.data)
+    evaluation = sources.read(run.cfg.eval)
+    selected = select(records, run.cfg.data, evaluation)
     write_prompts(run.work, selected.prompts)
     _report("ask a question that is there already", selected.duplicates)
     _report(f"share {LEAK_WORDS} words in a row with an eval prompt", selected.leaks)
-    if selected.unused_turns:
-        log(f"prompts: {selected.unused_turns} follow-up turns are not used, for nothing answers the turn before them")
+    if selected.other_split:
+        log(f"prompts: {selected.other_split} left out, for they name the split that another source gives")
     return {
-        "records": len(records),
+        "records": len(records) + len(evaluation),
+        "origin": {"data": sources.origin(run.cfg.data), "eval": sources.origin(run.cfg.eval)},
         "splits": {split: _counts(selected.prompts, split) for split in get_args(Split)},
         "duplicates": len(selected.duplicates),
         "leaks": len(selected.leaks),
         "leak_ids": selected.leaks[:SHOWN_IDS],
         "dropped_answers": selected.dropped_answers,
-        "unused_turns": selected.unused_turns,
+        "other_split": selected.other_split,
     }
 
 
-def select(records: Sequence[Record], data: Data) -> Selection:
+def select(records: Sequence[Record], data: Data, evaluation: Sequence[Record] = ()) -> Selection:
     """Give every record its split: the one that it names, else by hash of its id; `val` is then taken from `train`.
+
+    With `evaluation`, records that are all there is of `eval`, the others are for training.
 
     With `data.responses=given` the train prompts keep their answer. All other prompts end with the user's turn: what
     chooses and measures a drafter is the greedy text of the target itself.
@@ -72,6 +77,14 @@ def select(records: Sequence[Record], data: Data) -> Selection:
     Raises:
         ConfigError: two different prompts of one id, or a split that would be empty.
     """
+    other_split = 0
+    if evaluation:
+        parted = [
+            *(replace(r, split="train") for r in records if r.split != "eval"),
+            *(replace(r, split="eval") for r in evaluation if r.split != "train"),
+        ]
+        other_split = len(records) + len(evaluation) - len(parted)
+        records = parted
     unique, duplicates = _unique(records)
     held_out = {id for id, record in unique.items() if record.split == "eval"}
     unnamed = [_prompt(id, record) for id, record in unique.items() if record.split is None]
@@ -94,7 +107,7 @@ def select(records: Sequence[Record], data: Data) -> Selection:
         duplicates=duplicates,
         leaks=sorted(leaks),
         dropped_answers=sum(len(a.messages) - len(b.messages) for a, b in zip(chosen, final, strict=True)),
-        unused_turns=sum(unique[p.id].unused_turns for p in final),
+        other_split=other_split,
     )
 
 
@@ -148,11 +161,12 @@ def _unique(records: Sequence[Record]) -> tuple[dict[str, Record], list[str]]:
 
 def _content(record: Record) -> str:
     question = _without_answer(record.messages)
-    return digest([[m.role, " ".join(m.content.split())] for m in question])
+    asked = [*question, *(Message("user", text) for text in record.follow_ups)]
+    return digest([[m.role, " ".join(m.content.split())] for m in asked])
 
 
 def _prompt(id: str, record: Record, split: Split = "train") -> Prompt:
-    return Prompt(id, record.category, split, record.messages)
+    return Prompt(id, record.category, split, record.messages, record.follow_ups)
 
 
 def _question(prompt: Prompt) -> Prompt:
@@ -172,11 +186,10 @@ def _share(fraction: float, count: int, at_least: int) -> int:
 
 
 def _grams(prompt: Prompt) -> Iterable[tuple[str, ...]]:
-    for message in prompt.messages:
-        if message.role == "user":
-            words = re.findall(r"\w+", message.content.lower()) or message.content.split()
-            for i in range(max(1, len(words) - LEAK_WORDS + 1)):
-                yield tuple(words[i : i + LEAK_WORDS])
+    for text in (*(m.content for m in prompt.messages if m.role == "user"), *prompt.follow_ups):
+        words = re.findall(r"\w+", text.lower()) or text.split()
+        for i in range(max(1, len(words) - LEAK_WORDS + 1)):
+            yield tuple(words[i : i + LEAK_WORDS])
 
 
 def _hash(purpose: str, text: str) -> str:
@@ -198,7 +211,7 @@ def _counts(prompts: Sequence[Prompt], split: str) -> dict[str, Any]:
     members = [p for p in prompts if p.split == split]
     return {
         "prompts": len(members),
-        "multi_turn": sum(sum(m.role == "user" for m in p.messages) > 1 for p in members),
+        "multi_turn": sum(sum(m.role == "user" for m in p.messages) + len(p.follow_ups) > 1 for p in members),
         "categories": dict(sorted(Counter(p.category for p in members).items())),
     }
 

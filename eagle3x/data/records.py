@@ -15,7 +15,13 @@ from eagle3x.types import EagleError, Message, Prompt, Response, Split
 PROMPTS_FILE = "prompts.parquet"
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 PROMPT_SCHEMA = pa.schema(
-    [("id", pa.string()), ("category", pa.string()), ("split", pa.string()), ("messages", pa.list_(MESSAGE))]
+    [
+        ("id", pa.string()),
+        ("category", pa.string()),
+        ("split", pa.string()),
+        ("messages", pa.list_(MESSAGE)),
+        ("follow_ups", pa.list_(pa.string())),
+    ]
 )
 RESPONSE_SCHEMA = pa.schema(
     [
@@ -40,6 +46,7 @@ def write_prompts(directory: Path, prompts: Sequence[Prompt]) -> None:
             "category": p.category,
             "split": p.split,
             "messages": [{"role": m.role, "content": m.content} for m in p.messages],
+            "follow_ups": list(p.follow_ups),
         }
         for p in prompts
     ]
@@ -50,7 +57,13 @@ def read_prompts(directory: Path) -> list[Prompt]:
     """The prompts of a prompts artifact, in their order."""
     rows = read_table(directory / PROMPTS_FILE, PROMPT_SCHEMA).to_pylist()
     return [
-        Prompt(r["id"], r["category"], r["split"], tuple(Message(m["role"], m["content"]) for m in r["messages"]))
+        Prompt(
+            r["id"],
+            r["category"],
+            r["split"],
+            tuple(Message(m["role"], m["content"]) for m in r["messages"]),
+            tuple(r["follow_ups"]),
+        )
         for r in rows
     ]
 
@@ -75,7 +88,12 @@ def write_responses(directory: Path, responses: Sequence[Response]) -> None:
 def read_responses(directory: Path, split: Split | None = None) -> list[Response]:
     """The responses of a split, or of train, val and eval in this order."""
     splits: tuple[Split, ...] = get_args(Split) if split is None else (split,)
-    rows = [r for s in splits for r in read_table(response_file(directory, s), RESPONSE_SCHEMA).to_pylist()]
+    return [r for s in splits for r in from_table(read_table(response_file(directory, s), RESPONSE_SCHEMA))]
+
+
+def from_table(table: pa.Table) -> list[Response]:
+    """The rows of `RESPONSE_SCHEMA` as responses."""
+    rows = table.to_pylist()
     return [Response(**{**r, "token_ids": tuple(r["token_ids"]), "loss_mask": tuple(r["loss_mask"])}) for r in rows]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle3x.data.records import RESPONSE_SCHEMA, read_table, response_file, response_table, write_table
+from eagle3x.data.records import RESPONSE_SCHEMA, from_table, read_table, response_file, response_table, write_table
 from eagle3x.types import Response, Split
 
 FLUSH_SECONDS = 20.0
@@ -36,6 +36,12 @@ class ResponseParts:
     def done_ids(self) -> set[str]:
         """Ids of the responses that are on disk."""
         return {id for path in self._files() for id in read_table(path, RESPONSE_SCHEMA, ["id"])["id"].to_pylist()}
+
+    def responses(self, ids: Collection[str]) -> dict[str, Response]:
+        """Those of these responses that are on disk, by id."""
+        wanted = pc.field("id").isin(pa.array(list(ids), pa.string()))
+        tables = (read_table(path, RESPONSE_SCHEMA).filter(wanted) for path in self._files())
+        return {response.id: response for table in tables for response in from_table(table)}
 
     def add(self, response: Response) -> None:
         """Keep a response; it is on disk after `rows_per_part` of them, or when `FLUSH_SECONDS` are over."""

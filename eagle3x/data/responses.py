@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -18,7 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle3x.data import reuse
+from eagle3x.data.chat_template import ChatTemplate
 from eagle3x.data.conversations import given, prompt_tokens, regenerated
+from eagle3x.data.follow_ups import next_turns, turn_ids
 from eagle3x.data.records import read_prompts
 from eagle3x.data.response_parts import ResponseParts
 from eagle3x.engines.config import LOGS, Job
@@ -27,6 +30,7 @@ from eagle3x.types import Completion, EagleError, Prompt, Request, Response, Spl
 
 if TYPE_CHECKING:
     from eagle3x.config import Config
+    from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
     from eagle3x.targets import Target
 
@@ -57,18 +61,23 @@ def make(run: StageRun) -> dict[str, Any]:
     cfg, target = run.cfg, run.target
     reused = cfg.responses.source is not None or cfg.hidden_states.source is not None
     prompts = {p.id: p for p in read_prompts(run.inputs["prompts"].path) if not (reused and p.split == "train")}
-    work = plan(list(prompts.values()), cfg, target)
+    template = ChatTemplate(target.tokenizer, cfg.data.chat_template_kwargs)
     slot = run.slot("generate")
     parts = ResponseParts(run.work, rows_per_part=slot.backend.batch_size)
     done = parts.done_ids()
     if done:
-        log(f"responses: {len(done)} of {len(work.requests) + len(work.given)} are there from an earlier attempt")
+        log(f"responses: {len(done)} are there from an earlier attempt")
 
+    work = plan(list(prompts.values()), cfg, target, template)
+    _refuse_no_room(work, prompts, cfg, reused)
+    taken: dict[str, list[str]] = {}
     for prompt in work.given:
-        if prompt.id not in done:
-            limit = cfg.data.max_sample_tokens
-            parts.add(given(prompt, target.tokenizer, limit, target.eos_token_ids))
-    order = [*prompts]
+        samples = given(prompt, template, cfg.data.max_sample_tokens, target.eos_token_ids)
+        taken[prompt.id] = [response.id for response in samples]
+        for response in samples:
+            if response.id not in done:
+                parts.add(response)
+    order = [id for p in prompts.values() for id in (taken.get(p.id) or turn_ids(p))]
     same_prompt = 0
     if cfg.responses.source is not None:
         held_out = [request.prompt_ids for request in work.requests.values()]
@@ -79,41 +88,73 @@ def make(run: StageRun) -> dict[str, Any]:
                 order.append(response.id)
                 if response.id not in done:
                     parts.add(response)
-        _refuse_clashes(order)
-    missing = [r for r in work.requests.values() if r.id not in done]
-    started, tokens = time.monotonic(), 0
-    if missing:
-        from eagle3x.engines import adapter
+    _refuse_clashes(order)
+    too_long, shortened, wanted = list(work.too_long), list(work.shortened), list(work.requests)
+    made = {"requests": 0, "tokens": 0, "seconds": 0.0}
+    turn, asked = 1, {id: p for id, p in prompts.items() if id not in taken}
+    with ExitStack() as stack:
+        engine: Engine | None = None
+        while asked:
+            missing = [r for r in work.requests.values() if r.id not in done]
+            if missing and engine is None:
+                from eagle3x.engines import adapter
 
-        longest = max(len(r.prompt_ids) + r.max_tokens for r in missing)
-        job = Job(longest, run.work / LOGS)
-        with adapter(slot.backend.name).open(slot, target, cfg.hardware, job) as engine:
-            started = time.monotonic()
-
-            def pace() -> str:
-                return f"responses: {tokens} tokens, {tokens / max(time.monotonic() - started, 1e-9):.0f} tok/s"
-
-            for completion in track(engine.generate(missing), pace, len(missing)):
-                tokens += len(completion.token_ids)
-                request = work.requests[completion.id]
-                parts.add(_response(prompts[completion.id], request, completion, cfg, target.eos_token_ids))
-    seconds = time.monotonic() - started
-    parts.flush()
-    _refuse_missing(parts.done_ids(), (*work.requests, *(p.id for p in work.given)))
+                # How long later turns will be is not known yet.
+                known = max(len(r.prompt_ids) + r.max_tokens for r in missing)
+                later = any(p.follow_ups for p in asked.values())
+                job = Job(cfg.data.max_sample_tokens if later else known, run.work / LOGS)
+                engine = stack.enter_context(adapter(slot.backend.name).open(slot, target, cfg.hardware, job))
+            if engine is not None and missing:
+                tokens, seconds = _write(engine, missing, {p.id: p for p in asked.values()}, parts, cfg, target)
+                made = {
+                    "requests": made["requests"] + len(missing),
+                    "tokens": made["tokens"] + tokens,
+                    "seconds": round(made["seconds"] + seconds, 3),
+                }
+            parts.flush()
+            turn += 1
+            asked = next_turns(asked, turn, parts, target.tokenizer)
+            work = plan(list(asked.values()), cfg, target, template)
+            too_long += work.too_long
+            shortened += work.shortened
+            wanted += work.requests
+    _refuse_missing(parts.done_ids(), (*wanted, *(id for ids in taken.values() for id in ids)))
     table = parts.merge({id: place for place, id in enumerate(order)})
     facts = {
         "splits": {split: _counts(table.filter(pc.field("split") == split)) for split in get_args(Split)},
-        "too_long": len(work.too_long),
-        "shortened": len(work.shortened),
+        "too_long": len(too_long),
+        "shortened": len(shortened),
         "same_prompt": same_prompt,
+        "parted": sum(len(ids) > 1 for ids in taken.values()),
         "tokens": sum(len(chunk.flatten()) for chunk in table["token_ids"].chunks),
-        "generated": {"requests": len(missing), "tokens": tokens, "seconds": round(seconds, 3)},
+        "generated": made,
     }
-    _report(facts, work)
+    _report(facts, too_long, shortened)
     return facts
 
 
-def plan(prompts: Sequence[Prompt], cfg: Config, target: Target) -> Plan:
+def _write(
+    engine: Engine,
+    requests: Sequence[Request],
+    prompts: Mapping[str, Prompt],
+    parts: ResponseParts,
+    cfg: Config,
+    target: Target,
+) -> tuple[int, float]:
+    """Have the requests answered; returns tokens and seconds."""
+    started, tokens = time.monotonic(), 0
+    asked = {request.id: request for request in requests}
+
+    def pace() -> str:
+        return f"responses: {tokens} tokens, {tokens / max(time.monotonic() - started, 1e-9):.0f} tok/s"
+
+    for completion in track(engine.generate(requests), pace, len(requests)):
+        tokens += len(completion.token_ids)
+        parts.add(_response(prompts[completion.id], asked[completion.id], completion, cfg, target.eos_token_ids))
+    return tokens, time.monotonic() - started
+
+
+def plan(prompts: Sequence[Prompt], cfg: Config, target: Target, template: ChatTemplate) -> Plan:
     """Decide, from the lengths of the prompts, what is asked of the engine. Longest first, so that little is padded.
 
     A val or eval text is never cut, since replay walks all of it: its prompt must leave room for
@@ -133,7 +174,7 @@ def plan(prompts: Sequence[Prompt], cfg: Config, target: Target) -> Plan:
         if prompt.messages[-1].role == "assistant":
             taken.append(prompt)
             continue
-        ids = prompt_tokens(prompt, target.tokenizer)
+        ids = prompt_tokens(prompt, template)
         room = limit - len(ids)
         if prompt.split == "train":
             wanted = sampling.max_new_tokens
@@ -150,17 +191,19 @@ def plan(prompts: Sequence[Prompt], cfg: Config, target: Target) -> Plan:
             shortened.append(prompt.id)
         requests.append(request)
     longest_first = sorted(requests, key=lambda r: -len(r.prompt_ids))
-    left = {r.id for r in requests} | {p.id for p in taken}
-    reused = cfg.responses.source is not None or cfg.hidden_states.source is not None
+    return Plan({r.id: r for r in longest_first}, taken, too_long, shortened)
+
+
+def _refuse_no_room(work: Plan, prompts: Mapping[str, Prompt], cfg: Config, reused: bool) -> None:
+    left = {*work.requests, *(p.id for p in work.given)}
     for split in get_args(Split):
         if split == "train" and reused:
             continue
-        if not any(p.split == split and p.id in left for p in prompts):
+        if not any(p.split == split and p.id in left for p in prompts.values()):
             raise EagleError(
-                f"no {split} prompt leaves room for an answer in data.max_sample_tokens={limit}; raise it, or lower"
-                " sampling.eval_max_new_tokens"
+                f"no {split} prompt leaves room for an answer in data.max_sample_tokens={cfg.data.max_sample_tokens};"
+                " raise it, or lower sampling.eval_max_new_tokens"
             )
-    return Plan({r.id: r for r in longest_first}, taken, too_long, shortened)
 
 
 def at_stop(
@@ -200,7 +243,7 @@ def _seed(seed: int, id: str) -> int:
 def _refuse_clashes(ids: Sequence[str]) -> None:
     clashes = [id for id, count in Counter(ids).items() if count > 1]
     if clashes:
-        raise EagleError(f"responses.from has ids of val or eval prompts: {', '.join(clashes[:5])}; rename them")
+        raise EagleError(f"ids of two samples each: {', '.join(clashes[:5])}; rename one of them")
 
 
 def _refuse_missing(done: Collection[str], wanted: Sequence[str]) -> None:
@@ -225,7 +268,7 @@ def _counts(table: pa.Table) -> dict[str, Any]:
     }
 
 
-def _report(facts: Mapping[str, Any], work: Plan) -> None:
+def _report(facts: Mapping[str, Any], too_long: Sequence[str], shortened: Sequence[str]) -> None:
     made = facts["generated"]
     if made["requests"]:
         rate = made["tokens"] / made["seconds"] if made["seconds"] else 0.0
@@ -237,7 +280,11 @@ def _report(facts: Mapping[str, Any], work: Plan) -> None:
             log(f"responses: {counts['cut_samples']} {split} samples were cut, by {counts['cut_tokens']} tokens")
     if facts["same_prompt"]:
         log(f"responses: {facts['same_prompt']} reused texts ask what a val or eval prompt asks: left out")
-    if work.too_long:
-        log(f"responses: {len(work.too_long)} prompts leave no room for an answer: left out, first {work.too_long[0]}")
-    if work.shortened:
-        log(f"responses: {len(work.shortened)} train answers have less room than sampling.max_new_tokens")
+    if facts["parted"]:
+        log(
+            f"responses: {facts['parted']} conversations are one sample per answer: the template rewrites earlier turns"
+        )
+    if too_long:
+        log(f"responses: {len(too_long)} prompts leave no room for an answer: left out, first {too_long[0]}")
+    if shortened:
+        log(f"responses: {len(shortened)} train answers have less room than sampling.max_new_tokens")

@@ -1,4 +1,4 @@
-"""Where prompts come from: the builtin set, or a JSONL file of the user's. No torch here."""
+"""Where prompts come from: the builtin set, a JSONL file of the user's, or a dataset. No torch here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from eagle3x.data.config import Data
+from eagle3x.data import datasets
+from eagle3x.data.config import Data, EvalPrompts
 from eagle3x.fingerprint import fingerprint_file
 from eagle3x.types import ConfigError, Message
 
@@ -31,8 +32,8 @@ KEYS = {"messages": ("messages",), "sharegpt": ("conversations",), "prompt": ("p
 class Record:
     """One line of a source. `id` and `split` are None where the line names none.
 
-    `messages` begin with an optional system message, then user and assistant take turns. `unused_turns` are user turns
-    that followed the first one without an answer in between: nobody can be asked them out of the blue.
+    `messages` begin with an optional system message, then user and assistant take turns. `follow_ups` are user turns
+    without answers in between: each is asked after the target's own answer to the one before.
     """
 
     where: str
@@ -40,7 +41,7 @@ class Record:
     category: str
     split: SourceSplit | None
     messages: tuple[Message, ...]
-    unused_turns: int
+    follow_ups: tuple[str, ...]
 
     @property
     def answered(self) -> bool:
@@ -52,48 +53,67 @@ class _WrongError(Exception):
     """What is wrong with one line, and what would be right."""
 
 
-def read(data: Data) -> list[Record]:
-    """All records of the source, in file order.
+def read(data: Data | EvalPrompts) -> list[Record]:
+    """All records of the source, in file order; none where eval prompts are held out of `data`.
 
     Raises:
         ConfigError: some lines are not records; each is named by file and line (the first 10 are shown).
     """
-    path = _path(data)
-    records = _records(path, data, limit=None)
+    if data.source == "held_out":
+        return []
+    path, name = _file(data)
+    records = _records(path, name, data, limit=None)
     if not records:
-        raise ConfigError(f"{path} holds no prompts; it should hold one JSON object a line")
+        raise ConfigError(f"{name} holds no prompts; it should hold one JSON object a line")
     return records
 
 
-def check(data: Data) -> None:
+def check(data: Data | EvalPrompts) -> None:
     """Whether the source is there and its first lines are records, before any work starts.
 
     Raises:
         ConfigError: it is not; the message says where and what would be right.
     """
-    path = _path(data)
+    if data.source == "held_out":
+        return
+    group = "data" if isinstance(data, Data) else "eval"
+    if data.source == "hf":
+        datasets.check(data, group)
+        return
+    path, name = _file(data)
     if not path.exists():
-        raise ConfigError(f"data.path={path} does not exist; name a JSONL file, or use data=builtin")
+        raise ConfigError(f"{group}.path={path} does not exist; name a JSONL file")
     if not path.is_file():
-        raise ConfigError(f"data.path={path} is not a file; name a JSONL file")
-    if not _records(path, data, limit=CHECKED_LINES):
-        raise ConfigError(f"data.path={path} holds no prompts; it should hold one JSON object a line")
+        raise ConfigError(f"{group}.path={path} is not a file; name a JSONL file")
+    if not _records(path, name, data, limit=CHECKED_LINES):
+        raise ConfigError(f"{group}.path={path} holds no prompts; it should hold one JSON object a line")
 
 
-def identity(data: Data) -> dict[str, Any]:
+def identity(data: Data | EvalPrompts) -> dict[str, Any]:
     """What is hashed of the source: its content, wherever it lies and whatever it is called."""
-    return {"records": fingerprint_file(_path(data))}
+    if data.source == "held_out":
+        return {}
+    return {"records": fingerprint_file(_file(data)[0])}
 
 
-def _path(data: Data) -> Path:
-    return BUILTIN if data.source == "builtin" or data.path is None else Path(data.path)
+def origin(data: Data | EvalPrompts) -> dict[str, Any]:
+    """What is known of a dataset: where it is from, its commit and its licence. Empty for files."""
+    return datasets.rows_of(data).origin if data.source == "hf" else {}
 
 
-def _records(path: Path, data: Data, limit: int | None) -> list[Record]:
+def _file(data: Data | EvalPrompts) -> tuple[Path, str]:
+    """The JSONL file that holds the records, and what it is called in messages."""
+    if data.source == "hf":
+        return datasets.rows_of(data).path, str(data.hub_id or data.path)
+    path = BUILTIN if data.source == "builtin" or data.path is None else Path(data.path)
+    return path, str(path)
+
+
+def _records(path: Path, name: str, data: Data | EvalPrompts, limit: int | None) -> list[Record]:
     records: list[Record] = []
     problems: list[str] = []
     for number, line in _lines(path, limit):
-        where = f"{path}:{number}"
+        where = f"{name}:{number}"
         try:
             records.append(_record(line, where, data))
         except _WrongError as e:
@@ -117,7 +137,7 @@ def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
 
 
-def _record(line: bytes, where: str, data: Data) -> Record:
+def _record(line: bytes, where: str, data: Data | EvalPrompts) -> Record:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
@@ -131,9 +151,9 @@ def _record(line: bytes, where: str, data: Data) -> Record:
     split = value.get("split")
     if split is not None and split not in get_args(SourceSplit):
         raise _WrongError(f'split is {split!r}; "train" or "eval" is right, or none (val is taken from train)')
-    messages, unused = _messages(value, _format(value, data.format))
-    record = Record(where, _id(value), _category(value), split, messages, unused)
-    if data.responses == "given" and not record.answered and split != "eval":
+    messages, follow_ups = _messages(value, _format(value, data.format))
+    record = Record(where, _id(value), _category(value), split, messages, follow_ups)
+    if isinstance(data, Data) and data.responses == "given" and not record.answered and split != "eval":
         raise _WrongError("no answer at the end; end with an assistant turn, or set data.responses=regenerate")
     return record
 
@@ -151,7 +171,7 @@ def _format(value: dict[str, Any], configured: str) -> str:
     return found[0]
 
 
-def _messages(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], int]:
+def _messages(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:
     if name == "prompt":
         if "prompt" in value and "turns" in value:
             raise _WrongError("both prompt and turns; keep one")
@@ -159,14 +179,14 @@ def _messages(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], in
         if not isinstance(turns, list) or not turns:
             raise _WrongError('turns is not a list of texts; ["first question", ...] is right')
         texts = [_text(turn, "turns" if "turns" in value else "prompt") for turn in turns]
-        return (Message("user", texts[0]),), len(texts) - 1
+        return (Message("user", texts[0]),), tuple(texts[1:])
     key = KEYS[name][0]
     turns = value[key]
     if not isinstance(turns, list) or not turns:
         raise _WrongError(f"{key} is not a list of turns")
     messages = tuple(_turn(turn, f"{key}[{i}]", sharegpt=name == "sharegpt") for i, turn in enumerate(turns))
     _check_order(messages, key)
-    return messages, 0
+    return messages, ()
 
 
 def _turn(turn: Any, where: str, sharegpt: bool) -> Message:

@@ -108,9 +108,9 @@ class Assembly:
                     continue  # a prefill that shares its step with decoding: a token that the engine wrote itself
                 rows = slice(first, first + length)
                 sample.add(position, length, (aux[rows], last[rows]), None if token_ids is None else token_ids[rows])
-                if (states := sample.complete()) is not None:
-                    yield HiddenStates(sample.given.id, sample.given.token_ids, *states, self._last_norm)
-                    del states
+                if (whole := sample.complete()) is not None:
+                    yield HiddenStates(sample.given.id, sample.given.token_ids, whole[0], whole[1], self._last_norm)
+                    del whole
             del aux, last, ids, step
 
     def require_all(self) -> None:

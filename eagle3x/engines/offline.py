@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from eagle3x.engines.captured import captured
 from eagle3x.engines.child import Worker
@@ -35,7 +34,7 @@ class OfflineStart:
 
 
 class OfflineEngine:
-    """A worker with the engine loaded; a context manager that ends it, and closes the ring.
+    """A worker with the engine loaded.
 
     `report`: what the loaded engine says of itself.
     """
@@ -57,7 +56,7 @@ class OfflineEngine:
             self.report: dict[str, Any] = loaded["report"]
             log(f"{name} loaded in {time.monotonic() - started:.0f} s")
         except BaseException:
-            self._end()
+            self.close()
             raise
 
     def generate(self, requests: Sequence[Request], stop_token_ids: Sequence[int]) -> Iterator[Completion]:
@@ -73,15 +72,8 @@ class OfflineEngine:
             raise EagleError(f"this worker of {self._name} was loaded for text")
         return captured(self._worker, self._ring, samples, last_norm)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the worker; states that were handed out stay."""
         self._worker.stop()
         if self._ring is not None:
             self._ring.close()

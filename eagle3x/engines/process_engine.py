@@ -152,13 +152,17 @@ class ProcessEngine(ABC):
         self._close()  # servers too: not everything fits into the memory together
         identity = self._identity(self._target)
         start, log = self._offline_start(identity, boundaries), self._log("capture" if boundaries else "generate")
-        self._offline = OfflineEngine(f"{self._name} {self._found.version}", self._found.python, start, log)
-        self._offline_for = boundaries
-        asked = self._honoured(identity, start, self._offline.report)
-        if wrong := {name: pair for name, pair in asked.items() if pair[0] != pair[1]}:
-            said = ", ".join(f"{name} {found} instead of {wanted}" for name, (wanted, found) in wrong.items())
-            raise EagleError(f"{self._name} does not run what it was asked for: {said}")
-        return self._offline
+        offline = OfflineEngine(f"{self._name} {self._found.version}", self._found.python, start, log)
+        try:
+            asked = self._honoured(identity, start, offline.report)
+            if wrong := {name: pair for name, pair in asked.items() if pair[0] != pair[1]}:
+                said = ", ".join(f"{name} {found} instead of {wanted}" for name, (wanted, found) in wrong.items())
+                raise EagleError(f"{self._name} does not run what it was asked for: {said}")
+        except BaseException:
+            offline.close()
+            raise
+        self._offline, self._offline_for = offline, boundaries
+        return offline
 
     def _close(self) -> None:
         self._servers.close()
@@ -166,7 +170,7 @@ class ProcessEngine(ABC):
 
     def _close_offline(self) -> None:
         if self._offline is not None:
-            self._offline.__exit__(None, None, None)
+            self._offline.close()
             self._offline = None
 
     def __enter__(self) -> Self:

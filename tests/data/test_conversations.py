@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eagle3x.data.chat_template import ChatTemplate
 from eagle3x.data.conversations import assistant_tokens, given, prompt_tokens, regenerated
 from eagle3x.targets import Target
 from eagle3x.types import Completion, EagleError, Message, Prompt, Timing
@@ -34,7 +35,8 @@ def marked(*pieces: tuple[str, int]) -> tuple[list[str], list[bool]]:
 
 
 def found(messages: tuple[Message, ...], target: Target) -> tuple[list[str], list[bool]]:
-    token_ids, mask = assistant_tokens(messages, target.tokenizer, target.eos_token_ids, "sample")
+    template = ChatTemplate(target.tokenizer, {})
+    ((token_ids, mask),) = assistant_tokens(messages, template, target.eos_token_ids, "sample")
     return target.tokenizer.convert_ids_to_tokens(token_ids), mask
 
 
@@ -95,12 +97,16 @@ def test_an_answer_with_a_stop_token_inside_is_refused(tiny_target: Target) -> N
         found(talk("a", f"b{END}c"), tiny_target)
 
 
+def plain(target: Target) -> ChatTemplate:
+    return ChatTemplate(target.tokenizer, {})
+
+
 def prompt(*texts: str, split: Any = "train") -> Prompt:
     return Prompt("sample", "chat", split, talk(*texts))
 
 
 def test_prompt_tokens_end_with_the_header(tiny_target: Target) -> None:
-    ids = prompt_tokens(prompt("ab", "c", "d"), tiny_target.tokenizer)
+    ids = prompt_tokens(prompt("ab", "c", "d"), plain(tiny_target))
     assert tiny_target.tokenizer.convert_ids_to_tokens(ids) == [
         *header("user"), "a", "b", END, "\n", *header("assistant"), "c", END, "\n", *header("user"), "d", END, "\n",
         *header("assistant"),
@@ -108,7 +114,7 @@ def test_prompt_tokens_end_with_the_header(tiny_target: Target) -> None:
 
 
 def test_prompt_tokens_of_smollm2(smollm2: Target) -> None:
-    ids = prompt_tokens(prompt("Hi"), smollm2.tokenizer)
+    ids = prompt_tokens(prompt("Hi"), plain(smollm2))
     assert smollm2.tokenizer.convert_ids_to_tokens(ids) == (
         f"{SYSTEM} <|im_start|> user Ċ Hi <|im_end|> Ċ <|im_start|> ass istant Ċ"
     ).split(" ")
@@ -116,20 +122,20 @@ def test_prompt_tokens_of_smollm2(smollm2: Target) -> None:
 
 def test_nothing_is_truncated_to_the_models_length(tiny_target: Target) -> None:
     text = "x" * (tiny_target.tokenizer.model_max_length + 100)
-    assert len(prompt_tokens(prompt(text), tiny_target.tokenizer)) == len(text) + 6 + 2 + 11
+    assert len(prompt_tokens(prompt(text), plain(tiny_target))) == len(text) + 6 + 2 + 11
 
 
 def test_given_single_turn(tiny_target: Target) -> None:
     # <|im_start|>user\n is 6 tokens, <|im_start|>assistant\n is 11, <|im_end|>\n is 2.
-    r = given(prompt("ab", "cde"), tiny_target.tokenizer, 100, tiny_target.eos_token_ids)
+    (r,) = given(prompt("ab", "cde"), plain(tiny_target), 100, tiny_target.eos_token_ids)
     assert (r.prompt_tokens, r.response_tokens, r.cut_tokens, r.finish) == (6 + 2 + 2 + 11, 4, 0, "given")
-    assert r.token_ids[: r.prompt_tokens] == prompt_tokens(prompt("ab"), tiny_target.tokenizer)
+    assert r.token_ids[: r.prompt_tokens] == prompt_tokens(prompt("ab"), plain(tiny_target))
     assert r.loss_mask == (False,) * 21 + (True,) * 4  # the newline after the stop is left out
     assert (r.id, r.category, r.split) == ("sample", "chat", "train")
 
 
 def test_given_multi_turn_spans_all_answers(tiny_target: Target) -> None:
-    r = given(prompt("a", "b", "c", "d"), tiny_target.tokenizer, 100, tiny_target.eos_token_ids)
+    (r,) = given(prompt("a", "b", "c", "d"), plain(tiny_target), 100, tiny_target.eos_token_ids)
     assert r.prompt_tokens == 6 + 1 + 2 + 11
     assert r.response_tokens == 2 + (1 + 6 + 1 + 2 + 11) + 2
     assert r.loss_mask == (False,) * 20 + (True,) * 2 + (False,) * 21 + (True,) * 2
@@ -139,7 +145,7 @@ def test_given_multi_turn_spans_all_answers(tiny_target: Target) -> None:
     ("limit", "response", "labels", "cut"), [(25, 4, 4, 0), (24, 3, 3, 1), (22, 1, 1, 3), (21, 0, 0, 4), (10, 0, 0, 15)]
 )
 def test_given_is_cut_and_counted(tiny_target: Target, limit: int, response: int, labels: int, cut: int) -> None:
-    r = given(prompt("ab", "cde"), tiny_target.tokenizer, limit, tiny_target.eos_token_ids)
+    (r,) = given(prompt("ab", "cde"), plain(tiny_target), limit, tiny_target.eos_token_ids)
     assert len(r.token_ids) == min(limit, 25)
     assert (r.response_tokens, sum(r.loss_mask), r.cut_tokens) == (response, labels, cut)
     assert r.prompt_tokens == min(limit, 21)
@@ -181,9 +187,16 @@ GENERATION = (
 
 
 def labels(template: str, *texts: str, merges: tuple[tuple[str, str], ...] = ()) -> list[str]:
+    (sample,) = per_sample(template, *texts, merges=merges)
+    return sample
+
+
+def per_sample(template: str, *texts: str, merges: tuple[tuple[str, str], ...] = ()) -> list[list[str]]:
     t = tokenizer(template, merges)
-    token_ids, mask = assistant_tokens(talk(*texts), t, (1,), "sample")
-    return [token for token, m in zip(t.convert_ids_to_tokens(token_ids), mask, strict=True) if m]
+    return [
+        [token for token, m in zip(t.convert_ids_to_tokens(token_ids), mask, strict=True) if m]
+        for token_ids, mask in assistant_tokens(talk(*texts), ChatTemplate(t, {}), (1,), "sample")
+    ]
 
 
 def test_a_template_that_trims_is_understood() -> None:
@@ -204,11 +217,11 @@ def test_a_template_that_marks_the_answer_itself() -> None:
     assert labels(template, "a", "bc", "d", "e") == ["b", "c", END, "e", END]
 
 
-def test_marks_may_follow_turns_that_are_rewritten() -> None:
-    # The last turn carries a note that vanishes when more turns follow: incremental rendering would be refused.
+def test_marks_in_a_template_that_rewrites_make_a_sample_per_answer() -> None:
+    # The last turn carries a note that vanishes when more turns follow.
     note = "{% if loop.last %}{{ '#' }}{% endif %}"
     template = GENERATION.replace("END", "{{ '<|im_end|>' }}").replace("{% else %}", note + "{% else %}")
-    assert labels(template, "a", "b", "c", "d") == ["b", END, "d", END]
+    assert per_sample(template, "a", "b", "c", "d") == [["b", END], ["d", END]]
 
 
 def test_marks_without_the_stop_token_are_refused() -> None:
@@ -218,7 +231,7 @@ def test_marks_without_the_stop_token_are_refused() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     forgetful = chatml(content="(message['content'] if loop.last else '...')")
-    with pytest.raises(EagleError, match=r"sample: the chat template writes turn 2 in another way"):
+    with pytest.raises(EagleError, match=r"sample: the target is asked for turn 2 with"):
         labels(forgetful, "a", "b", "c", "d")
 
 
@@ -247,4 +260,4 @@ def test_no_answer_and_no_offsets_are_refused(tiny_target: Target) -> None:
         is_fast = False
 
     with pytest.raises(EagleError, match=r"Slow gives no character offsets.*data.responses=regenerate"):
-        assistant_tokens(talk("a", "b"), Slow(), (1,), "sample")
+        assistant_tokens(talk("a", "b"), ChatTemplate(Slow(), {}), (1,), "sample")

@@ -12,26 +12,32 @@ from typing import Any, Literal
 import pytest
 
 from eagle3x.data import prompts
-from eagle3x.data.config import Data
+from eagle3x.data.config import Data, EvalPrompts
 from eagle3x.data.records import read_prompts
 from eagle3x.data.sources import Record
 from eagle3x.types import ConfigError, Message, Prompt
 
+NOWHERE: dict[str, Any] = {
+    "path": None, "hub_id": None, "revision": None, "subset": None, "split": None, "rows": None, "columns": {},
+    "format": "auto",
+}  # fmt: skip
+
 
 def data(**overrides: Any) -> Data:
     values = {
-        "source": "jsonl", "path": "x.jsonl", "format": "auto", "responses": "regenerate", "limit_train": None,
+        "source": "jsonl", **NOWHERE, "path": "x.jsonl", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
+        "chat_template_kwargs": {},
     }  # fmt: skip
     return Data(**{**values, **overrides})
 
 
 def record(
     line: int, text: str, category: str = "c", split: Literal["train", "eval"] | None = None, id: str | None = "",
-    answer: str | None = None, unused: int = 0,
+    answer: str | None = None, follow_ups: tuple[str, ...] = (),
 ) -> Record:  # fmt: skip
     messages = (Message("user", text), *([Message("assistant", answer)] if answer else []))
-    return Record(f"x.jsonl:{line}", f"p{line}" if id == "" else id, category, split, messages, unused)
+    return Record(f"x.jsonl:{line}", f"p{line}" if id == "" else id, category, split, messages, follow_ups)
 
 
 def numbered(count: int, categories: int, **more: Any) -> list[Record]:
@@ -179,9 +185,26 @@ def test_given_answers_stay_in_train_alone() -> None:
     assert fresh.dropped_answers == 8
 
 
-def test_unused_turns_are_counted() -> None:
-    records = [record(i, f"question {i}", unused=i) for i in range(4)]
-    assert prompts.select(records, data()).unused_turns == 0 + 1 + 2 + 3
+def test_follow_ups_belong_to_the_question() -> None:
+    records = [record(i, "Write.", split="eval", follow_ups=(f"Shorten it {i}.",)) for i in range(3)]
+    others = [record(10 + i, f"something else {i}", split="train") for i in range(4)]
+    selected = prompts.select([*records, *others], data())
+    assert not selected.duplicates
+    assert {p.id: p.follow_ups for p in selected.prompts if p.split == "eval"} == {
+        "p0": ("Shorten it 0.",), "p1": ("Shorten it 1.",), "p2": ("Shorten it 2.",),
+    }  # fmt: skip
+    asked_later = [record(0, "a", split="eval", follow_ups=("the leak",)), record(1, "The leak!", split="train")]
+    assert prompts.select([*asked_later, *others], data()).leaks == ["p1"]
+
+
+def test_eval_prompts_from_a_source_of_their_own() -> None:
+    train = [*numbered(8, 1), record(50, "held out", split="eval"), record(51, f"{EIGHT} too")]
+    evaluation = [record(60, f"benchmark: {EIGHT}"), record(61, "and more"), record(62, "not this", split="train")]
+    selected = prompts.select(train, data(), evaluation)
+    assert sorted(ids(selected, "eval")) == ["p60", "p61"]
+    assert len(ids(selected, "val")) == 2  # a quarter of the eight
+    assert len(ids(selected, "train")) == 6
+    assert (selected.leaks, selected.other_split) == (["p51"], 2)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +229,15 @@ def test_three_prompts_are_enough() -> None:
 
 def test_make_writes_the_builtin_prompts(tmp_path: Path) -> None:
     builtin = data(source="builtin", path=None, val_fraction=0.125)
-    run: Any = SimpleNamespace(cfg=SimpleNamespace(data=builtin), work=tmp_path)
+    run: Any = SimpleNamespace(
+        cfg=SimpleNamespace(data=builtin, eval=EvalPrompts(source="held_out", **NOWHERE)), work=tmp_path
+    )
     facts = prompts.make(run)
     assert facts["records"] == 256
     assert {s: f["prompts"] for s, f in facts["splits"].items()} == {"train": 182, "val": 26, "eval": 48}
     assert facts["splits"]["eval"]["categories"]["math"] == 6
     assert facts["splits"]["train"]["multi_turn"] + facts["splits"]["val"]["multi_turn"] == 3
-    assert facts["duplicates"] == facts["leaks"] == facts["dropped_answers"] == facts["unused_turns"] == 0
+    assert facts["duplicates"] == facts["leaks"] == facts["dropped_answers"] == facts["other_split"] == 0
     written = read_prompts(tmp_path)
     assert len(written) == 256
     assert written[0] == Prompt("writing-train-01", "writing", written[0].split, written[0].messages)

@@ -13,7 +13,7 @@ from eagle3x.types import EagleError, Message, Prompt, Response
 
 PROMPTS = [
     Prompt("b", "math", "eval", (Message("system", "S"), Message("user", "2+2?\n\t☃"))),
-    Prompt("a", "chat", "train", (Message("user", "Hi"), Message("assistant", "Hello"))),
+    Prompt("a", "chat", "train", (Message("user", "Hi"), Message("assistant", "Hello")), ("And?", "So?")),
 ]
 RESPONSES = [
     Response("r1", "math", "train", (5, 6, 7), (False, True, True), 1, 2, "stop"),

@@ -19,6 +19,8 @@ import eagle3x.engines
 from eagle3x.composition import cells
 from eagle3x.config import TargetConfig
 from eagle3x.data import prompts, records, responses
+from eagle3x.data.chat_template import ChatTemplate
+from eagle3x.data.conversations import prompt_tokens
 from eagle3x.data.response_parts import ResponseParts
 from eagle3x.engines import adapter
 from eagle3x.pipeline import STAGES, StageRun
@@ -77,7 +79,7 @@ def stage(folder: Path, target: Target, *overrides: str, source: Sequence[Prompt
     work.mkdir(exist_ok=True)
     cfg = cells([*SMALL, *overrides], multirun=False)[0].config
     if source is None:
-        prompts.make(StageRun(View.of(cfg, ["data"], "prompts"), made, {}, target, {}))
+        prompts.make(StageRun(View.of(cfg, ["data", "eval"], "prompts"), made, {}, target, {}))
     else:
         records.write_prompts(made, source)
     declared = STAGES["responses"]
@@ -320,6 +322,79 @@ def test_parts_are_flushed_by_count_and_by_time(tmp_path: Path, monkeypatch: pyt
     again.add(made[3])
     again.merge({f"r{i}": i for i in range(5)})
     assert records.read_responses(tmp_path, "train") == made
+
+
+def test_follow_ups_are_asked_after_the_targets_own_answers(
+    tmp_path: Path, tiny_target: Target, engine: Recording
+) -> None:
+    tokenizer = tiny_target.tokenizer
+    source = [
+        Prompt("talk", "chat", "eval", (Message("user", "Hi"),), ("and?", "so?")),
+        Prompt("long", "chat", "eval", (Message("user", "x" * 200),), ("and?",)),
+        Prompt("teach", "chat", "train", (Message("user", "a"),), ("b",)),
+        prompt("one", "train", "c"),
+        prompt("choose", "val", "d"),
+    ]
+    run = stage(tmp_path, tiny_target, source=source)
+    facts = responses.make(run)
+    got = {r.id: r for r in records.read_responses(run.work)}
+    # 200 + 19 tokens and 12 + 4 to write fit into 256 once; after a follow-up of 25 tokens no more
+    assert sorted(got) == ["choose", "long", "one", "talk", "talk#2", "talk#3", "teach", "teach#2"]
+    assert facts["too_long"] == 1
+    assert engine.opened == 1
+    assert facts["generated"]["requests"] == len(engine.requests) == 8
+
+    def answer(id: str) -> str:
+        r = got[id]
+        ids = r.token_ids[r.prompt_tokens : r.prompt_tokens + r.response_tokens]
+        return tokenizer.decode([t for t in ids if t not in (0, 1, 2)])
+
+    def asked(*turns: str) -> tuple[int, ...]:
+        return prompt_tokens(prompt("x", "eval", *turns), ChatTemplate(tokenizer, {}))
+
+    for id, turns in {
+        "talk": ["Hi"],
+        "talk#2": ["Hi", answer("talk"), "and?"],
+        "talk#3": ["Hi", answer("talk"), "and?", answer("talk#2"), "so?"],
+        "teach#2": ["a", answer("teach"), "b"],
+    }.items():
+        r = got[id]
+        assert r.token_ids[: r.prompt_tokens] == asked(*turns)
+        assert (r.split, sum(r.loss_mask)) == ("train" if "teach" in id else "eval", r.response_tokens)
+    order = [r.id for r in records.read_responses(run.work, "eval")]
+    assert order == ["talk", "talk#2", "talk#3", "long"]
+
+
+def test_a_conversation_that_was_killed_between_its_turns_goes_on(
+    tmp_path: Path, tiny_target: Target, engine: Recording
+) -> None:
+    source = [
+        Prompt("talk", "chat", "eval", (Message("user", "Hi"),), ("and?", "so?")),
+        prompt("a", "train", "a"),
+        prompt("d", "val", "d"),
+    ]
+    whole = stage(tmp_path / "whole", tiny_target, source=source)
+    responses.make(whole)
+    texts = records.read_responses(whole.work)
+    resumed = stage(tmp_path / "resumed", tiny_target, source=source)
+    parts = ResponseParts(resumed.work, rows_per_part=1)
+    for r in texts:
+        if r.id in ("a", "talk", "talk#2"):
+            parts.add(r)
+    engine.requests.clear()
+    responses.make(resumed)
+    assert sorted(r.id for r in engine.requests) == ["d", "talk#3"]
+    assert records.read_responses(resumed.work) == texts
+
+
+def test_a_sample_that_is_called_like_a_later_turn_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    source = [
+        Prompt("talk", "chat", "eval", (Message("user", "Hi"),), ("and?",)),
+        prompt("talk#2", "train", "a"),
+        prompt("d", "val", "d"),
+    ]
+    with pytest.raises(EagleError, match="ids of two samples each: talk#2"):
+        responses.make(stage(tmp_path, tiny_target, source=source))
 
 
 if __name__ == "__main__":  # the process that is killed

@@ -16,8 +16,9 @@ from eagle3x.targets import Target
 from eagle3x.types import ConfigError, Message
 
 BUILTIN = Data(
-    source="builtin", path=None, format="auto", responses="regenerate", limit_train=None, limit_eval=None,
-    val_fraction=0.125, eval_fraction=0.25, max_sample_tokens=512,
+    source="builtin", path=None, hub_id=None, revision=None, subset=None, split=None,
+    rows=None, columns={}, format="auto", responses="regenerate", limit_train=None, limit_eval=None,
+    val_fraction=0.125, eval_fraction=0.25, max_sample_tokens=512, chat_template_kwargs={},
 )  # fmt: skip
 
 
@@ -25,8 +26,10 @@ def jsonl(path: Path, *lines: Any, **overrides: Any) -> Data:
     """A file of these lines (texts as they are, all else as JSON), and the config that reads it."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8")
     values = {
-        "source": "jsonl", "path": str(path), "format": "auto", "responses": "regenerate", "limit_train": None,
+        "source": "jsonl", "path": str(path), "hub_id": None, "revision": None, "subset": None, "split": None,
+        "rows": None, "columns": {}, "format": "auto", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
+        "chat_template_kwargs": {},
     }  # fmt: skip
     return Data(**{**values, **overrides})
 
@@ -76,14 +79,14 @@ def test_builtin_prompts_are_short(smollm2: Target) -> None:
 def test_prompt_format(tmp_path: Path) -> None:
     record = one(tmp_path, {"prompt": "Hi", "id": 7, "category": "greeting", "split": "eval", "extra": [1]})
     assert record == Record(
-        f"{tmp_path}/prompts.jsonl:1", "7", "greeting", "eval", (Message("user", "Hi"),), unused_turns=0
+        f"{tmp_path}/prompts.jsonl:1", "7", "greeting", "eval", (Message("user", "Hi"),), follow_ups=()
     )
 
 
-def test_turns_use_the_first_and_count_the_rest(tmp_path: Path) -> None:
+def test_turns_after_the_first_are_follow_ups(tmp_path: Path) -> None:
     record = one(tmp_path, {"turns": ["First?", "Second?", "Third?"]})
     assert record.messages == (Message("user", "First?"),)
-    assert record.unused_turns == 2
+    assert record.follow_ups == ("Second?", "Third?")
     assert record.id is None
     assert record.split is None
     assert record.category == "uncategorised"
@@ -237,3 +240,8 @@ def test_identity_is_the_content_wherever_it_lies(tmp_path: Path) -> None:
     assert sources.identity(a) == sources.identity(b)
     assert sources.identity(a) != sources.identity(other)
     assert sources.identity(BUILTIN) != sources.identity(a)
+
+
+def test_a_template_variable_of_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot set tools: eagle3x sets them"):
+        jsonl(tmp_path / "x.jsonl", {"prompt": "a"}, chat_template_kwargs={"tools": "x", "enable_thinking": True})
