@@ -57,7 +57,7 @@ STAGES = {
         ("target", "quantization", "capture", "drafter", "train", "seed"),
         ("hardware",),
         "eagle3x.training.train:make",
-        version=2,
+        version=3,
     ),
     "export": Stage(
         ("drafter",), ("target", "serve.capture", "serve.aux_layer_ids"), (), "eagle3x.drafters.export:make", version=2
