@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_one_choice_fills_three_slots_and_each_can_differ() -> None:
     [mixed] = cells(["backend@serve.backend=sglang", "attention@serve.attention=triton"], multirun=False)
     assert (mixed.config.backend.name, mixed.config.generate.backend.name) == ("transformers", "transformers")
     assert (mixed.config.serve.backend.name, mixed.config.serve.attention.name) == ("sglang", "triton")
+
+
+def test_a_step_for_a_gpu_differs_from_the_default_in_size_and_precision() -> None:
+    [gpu] = cells(["train=gpu", "hardware=cuda"], multirun=False)
+    [default] = cells([], multirun=False)
+    same = {"ttt_steps": 3, "tokens_per_step": 512, "precision": "fp32", "head_chunk": 512, "num_workers": 0}
+    assert replace(gpu.config.train, **same) == default.config.train
+    assert (gpu.config.train.ttt_steps, gpu.config.train.tokens_per_step, gpu.config.train.precision) == (
+        7,
+        16384,
+        "bf16",
+    )
 
 
 def test_a_matrix_is_the_product_of_its_sweeps() -> None:

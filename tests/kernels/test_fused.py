@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="runs on a GPU, or with triton 3.6, numpy < 2.4 and TRITON_INTERPRET=1")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+    pytest.skip("runs on a GPU, or with TRITON_INTERPRET=1", allow_module_level=True)
 
 from eagle3x.kernels import eager, fused
 from eagle3x.kernels.layout import Heads, Layout, layout_of
