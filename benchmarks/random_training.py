@@ -74,14 +74,15 @@ class Clock(Callback):
         self.file = file
         self.marks: list[tuple[float, torch.cuda.Event | None]] = []
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mark the step without waiting for it."""
         event = None
         if trainer.strategy.root_device.type == "cuda":
-            event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
         self.marks.append((time.perf_counter(), event))
 
-    def on_train_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write what was measured."""
         if not trainer.is_global_zero:
             return

@@ -107,9 +107,8 @@ def two(bench: Bench, name: str) -> None:
     for gpus in (1, 2):
         data = bench.data(gpus * bench.tokens, bench.steps)
         found[gpus] = bench.fit(data, tuple(range(gpus)))
-        figures = bench.figures(
-            *(found[gpus][key] for key in ("ms", "host", "gib")), data.cfg, found[gpus]["asked"], gpus
-        )
+        ms, host, gib = (found[gpus][key] for key in ("ms", "host", "gib"))
+        figures = bench.figures(ms, host, gib, data.cfg, found[gpus]["asked"], gpus)
         ratio = gpus * found[1]["ms"] / found[gpus]["ms"]
         row(
             f"{name}: `Trainer.fit` on {gpus} GPU{'s' * (gpus > 1)}, {gpus * bench.tokens} tokens a step",
@@ -140,7 +139,7 @@ def products(bench: Bench, name: str) -> None:
                 "row": (torch.ones(m, 1, device=bench.device), torch.ones(1, n, device=bench.device)),
             }
             for kind, pair in scales.items():
-                call = partial(torch._scaled_mm, x8, y8.T, *pair, out_dtype=torch.bfloat16, use_fast_accum=True)
+                call = partial(torch._scaled_mm, x8, y8.T, *pair, out_dtype=torch.bfloat16, use_fast_accum=True)  # pyright: ignore[reportPrivateImportUsage]
                 ms, rate = timed(call, bench.device, 5), 2 * m * k * n / 1e9
                 sizes = f"{name}: {what}, {use} {m}x{k}x{n}"
                 print(f"| {sizes} | {kind} | {wide / ms:.2f} | {rate / ms:.0f} | {rate / wide:.0f} |", flush=True)

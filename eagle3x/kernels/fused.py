@@ -3,6 +3,8 @@
 Shapes as in `eager.py`. Arithmetic is float32, whatever the tensors hold.
 """
 
+# Triton comes with torch for CUDA alone; `kernel[grid]` is its own way to call one.
+# pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
 import torch

@@ -5,6 +5,8 @@ one key-value head and meets every query of every step and head that looks at it
 memory. N query heads, G key-value heads, D head size, BM queries, BN keys, W = (N + 2G) D.
 """
 
+# Triton comes with torch for CUDA alone; `kernel[grid]` is its own way to call one.
+# pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
 import triton

@@ -53,7 +53,9 @@ class Loader:
 
         def send(batch: Packed) -> tuple[Packed, torch.cuda.Event]:
             with torch.cuda.stream(copies):
-                return batch.to(self.device), copies.record_event()
+                there, copied = batch.to(self.device), torch.cuda.Event()
+                copied.record(copies)
+            return there, copied
 
         ahead: tuple[Packed, torch.cuda.Event] | None = None
         for batch in batches:

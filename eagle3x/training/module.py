@@ -40,7 +40,9 @@ class PendingRecord:
             return cls(known, rows, sums, None)
         here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         here.copy_(sums, non_blocking=True)
-        return cls(known, rows, here, torch.cuda.current_stream(sums.device).record_event())
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(sums.device))
+        return cls(known, rows, here, copied)
 
     def arrived(self) -> bool:
         """Whether `record` would not wait."""

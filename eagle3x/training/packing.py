@@ -92,8 +92,8 @@ class Packed:
 
     def map(self, change: Callable[[Tensor], Any]) -> Packed:
         """The same with every tensor changed: moved, pinned."""
-        tensors = map(change, (self.token_ids, self.aux, self.last))
-        return Packed(*tensors, self.layout.map(change), self.pairs.map(change), self.step, self.times)
+        ids, aux, last = change(self.token_ids), change(self.aux), change(self.last)
+        return Packed(ids, aux, last, self.layout.map(change), self.pairs.map(change), self.step, self.times)
 
     def to(self, device: torch.device) -> Packed:
         """The same on another device; from pinned memory nobody waits for it."""
