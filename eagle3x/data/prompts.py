@@ -93,11 +93,11 @@ def select(records: Sequence[Record], data: Data, evaluation: Sequence[Record] =
         held_out |= {p.id for p in stratified(unnamed, "eval")[: _share(data.eval_fraction, len(unnamed), at_least)]}
 
     prompts = [_prompt(id, record, "eval" if id in held_out else "train") for id, record in unique.items()]
-    evaluation = [p for p in prompts if p.split == "eval"]
-    leaks = leaking([p for p in prompts if p.split == "train"], evaluation)
+    held = [p for p in prompts if p.split == "eval"]
+    leaks = leaking([p for p in prompts if p.split == "train"], held)
     train = _limit([p for p in prompts if p.split == "train" and p.id not in leaks], data.limit_train)
     val = {p.id for p in stratified(train, "val")[: _share(data.val_fraction, len(train), at_least=1)]}
-    kept = {p.id for p in (*train, *_limit(evaluation, data.limit_eval))}
+    kept = {p.id for p in (*train, *_limit(held, data.limit_eval))}
     chosen = [replace(p, split="val") if p.id in val else p for p in prompts if p.id in kept]
     _refuse_empty(chosen, len(records), len(leaks))
 
