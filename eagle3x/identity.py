@@ -36,3 +36,8 @@ def digest(value: Any) -> str:
     """SHA-256 (hex) of a JSON value in canonical form: sorted keys, no spaces, no NaN."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def request_seed(seed: int, id: str) -> int:
+    """Each request has its own, whatever is asked with it: 31 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{id}".encode()).digest()[:4], "big") >> 1

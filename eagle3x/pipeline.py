@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -87,6 +87,14 @@ class StageRun:
         return self.slots[role]
 
 
+def declared(name: str, cfg: Config) -> Stage:
+    """The stage as this config has it: prompts that the target writes depend on the target and its engine too."""
+    stage = STAGES[name]
+    if name == "prompts" and cfg.data.source == "magpie":
+        return replace(stage, identity=(*stage.identity, "target", "generate", "seed"), placement=("hardware",))
+    return stage
+
+
 def needs(name: str, cfg: Config) -> tuple[str, ...]:
     """The stages that `name` reads. A pretrained drafter needs no states."""
     if name == "drafter" and cfg.drafter.source == "pretrained":
@@ -118,7 +126,7 @@ def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store:
     slots = {slot.role: slot for slot in (cfg.extract_slot, cfg.generate_slot, cfg.serve_slot)}
     made: dict[str, Artifact] = {}
     for name in plan(goal, cfg):
-        stage = STAGES[name]
+        stage = declared(name, cfg)
         inputs = {parent: made[parent] for parent in needs(name, cfg)}
         spec = ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
         view = View.of(cfg, (*stage.identity, *stage.placement), name)

@@ -119,7 +119,7 @@ def slots_in_use(cfg: Config) -> list[Slot]:
     """The engine slots that this run's stages open."""
     stages = pipeline.plan(cfg.stage, cfg)
     slots: list[Slot] = []
-    if "responses" in stages:
+    if "responses" in stages or (cfg.data.source == "magpie" and "prompts" in stages):
         slots.append(cfg.generate_slot)
     if "hidden_states" in stages:
         slots.append(cfg.extract_slot)

@@ -91,6 +91,7 @@ class HiddenStates:
 
     aux: [T, A*H], the residual stream at the asked boundaries, concatenated in ascending order.
     last: [T, H], the last hidden state; `last_norm` says on which side of the final norm.
+    norms: [T, A+1] float32, the length of each of them, where the engine worked it out: not finite if a state is not.
     """
 
     id: str
@@ -98,6 +99,7 @@ class HiddenStates:
     aux: Tensor
     last: Tensor
     last_norm: LastNorm
+    norms: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,7 @@ class Rows:
     """Records as JSONL, and where they are from."""
 
     path: Path
-    origin: Mapping[str, Any]
+    origin: dict[str, Any]
 
 
 def check(source: PromptSource, group: str) -> None:
@@ -94,24 +95,25 @@ def _read(source: PromptSource, place: Mapping[str, Any], more: Mapping[str, Any
 
 
 def _load(source: PromptSource, place: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    import datasets
+    from datasets.exceptions import DatasetsError
 
+    library: Any = import_module("datasets")  # whose annotations know neither a flag for streaming nor rows
     try:
         if source.path is not None and any((Path(source.path) / name).is_file() for name in SAVED):
-            saved = datasets.load_from_disk(source.path)
-            if not isinstance(saved, datasets.DatasetDict):
+            saved = library.load_from_disk(source.path)
+            if not isinstance(saved, library.DatasetDict):
                 return saved
             if source.split not in saved:
                 raise ConfigError(f"{source.path} has no split {source.split!r}; it has {', '.join(saved)}")
             return saved[source.split]
-        return datasets.load_dataset(
+        return library.load_dataset(
             source.path or source.hub_id,
             name=source.subset,
             split=source.split,
             revision=place.get("revision"),
             streaming=source.rows is not None,
         )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{source.hub_id or source.path} cannot be read: {reason}") from error
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from eagle3x.data import sources
+from eagle3x.data import magpie, sources
 from eagle3x.data.config import Data
 from eagle3x.data.records import write_prompts
 from eagle3x.data.sources import Record
@@ -46,10 +46,13 @@ def make(run: StageRun) -> dict[str, Any]:
     Raises:
         ConfigError: lines that are no records, one id for two prompts, or a split that would be empty.
     """
-    records = sources.read(run.cfg.data)
+    drawn = magpie.write(run) if run.cfg.data.source == "magpie" else None
+    records = sources.read(run.cfg.data) if drawn is None else drawn.records
     evaluation = sources.read(run.cfg.eval)
     selected = select(records, run.cfg.data, evaluation)
     write_prompts(run.work, selected.prompts)
+    if drawn is not None:
+        drawn.parts.drop()
     _report("ask a question that is there already", selected.duplicates)
     _report(f"share {LEAK_WORDS} words in a row with an eval prompt", selected.leaks)
     if selected.other_split:
@@ -63,6 +66,7 @@ def make(run: StageRun) -> dict[str, Any]:
         "leak_ids": selected.leaks[:SHOWN_IDS],
         "dropped_answers": selected.dropped_answers,
         "other_split": selected.other_split,
+        **({} if drawn is None else {"magpie": drawn.counts}),
     }
 
 
@@ -93,11 +97,11 @@ def select(records: Sequence[Record], data: Data, evaluation: Sequence[Record] =
         held_out |= {p.id for p in stratified(unnamed, "eval")[: _share(data.eval_fraction, len(unnamed), at_least)]}
 
     prompts = [_prompt(id, record, "eval" if id in held_out else "train") for id, record in unique.items()]
-    evaluation = [p for p in prompts if p.split == "eval"]
-    leaks = leaking([p for p in prompts if p.split == "train"], evaluation)
+    held = [p for p in prompts if p.split == "eval"]
+    leaks = leaking([p for p in prompts if p.split == "train"], held)
     train = _limit([p for p in prompts if p.split == "train" and p.id not in leaks], data.limit_train)
     val = {p.id for p in stratified(train, "val")[: _share(data.val_fraction, len(train), at_least=1)]}
-    kept = {p.id for p in (*train, *_limit(evaluation, data.limit_eval))}
+    kept = {p.id for p in (*train, *_limit(held, data.limit_eval))}
     chosen = [replace(p, split="val") if p.id in val else p for p in prompts if p.id in kept]
     _refuse_empty(chosen, len(records), len(leaks))
 

@@ -57,6 +57,10 @@ class ResponseParts:
             self._waiting = []
         self._last_flush = time.monotonic()
 
+    def drop(self) -> None:
+        """Remove what is on disk, once another file holds it."""
+        shutil.rmtree(self._directory)
+
     def merge(self, order: Mapping[str, int]) -> pa.Table:
         """Write one file per split, rows by `order` (id to place), and drop the parts.
 
@@ -71,7 +75,7 @@ class ResponseParts:
         labelled = table.filter(pc.field("response_tokens") > 0)
         for split in get_args(Split):
             write_table(labelled.filter(pc.field("split") == split), response_file(self._work, split))
-        shutil.rmtree(self._directory)
+        self.drop()
         return table
 
     def _files(self) -> list[Path]:

@@ -6,7 +6,6 @@ can be replayed on it, and go on past their stop: engines count drafts that are 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +24,7 @@ from eagle3x.data.follow_ups import next_turns, turn_ids
 from eagle3x.data.records import read_prompts
 from eagle3x.data.response_parts import ResponseParts
 from eagle3x.engines.config import LOGS, Job
+from eagle3x.identity import request_seed
 from eagle3x.progress import log, track
 from eagle3x.types import Completion, EagleError, Prompt, Request, Response, Split
 
@@ -179,7 +179,12 @@ def plan(prompts: Sequence[Prompt], cfg: Config, target: Target, template: ChatT
         if prompt.split == "train":
             wanted = sampling.max_new_tokens
             request = Request(
-                prompt.id, ids, min(wanted, room), sampling.temperature, sampling.top_p, _seed(cfg.seed, prompt.id)
+                prompt.id,
+                ids,
+                min(wanted, room),
+                sampling.temperature,
+                sampling.top_p,
+                request_seed(cfg.seed, prompt.id),
             )
         else:
             wanted = sampling.eval_max_new_tokens + sampling.continuation_tokens
@@ -233,11 +238,6 @@ def _response(
     sampling = cfg.sampling
     written, beyond = at_stop(completion, sampling.eval_max_new_tokens, sampling.continuation_tokens, stop_ids)
     return regenerated(prompt, request.prompt_ids, written, beyond)
-
-
-def _seed(seed: int, id: str) -> int:
-    """Each request has its own, whatever is asked with it: 31 bits of SHA-256."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{id}".encode()).digest()[:4], "big") >> 1
 
 
 def _refuse_clashes(ids: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ from eagle3x.data.streamed_safetensors import write_pieces
 from eagle3x.types import EagleError, HiddenStates, Response
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 IN_FLIGHT = max(2, min(8, (os.cpu_count() or 2) // 2))
@@ -165,6 +166,8 @@ class ShardWriter:
             raise EagleError(
                 f"{states.id}: the last hidden state is {states.last_norm}, not {spec.last_norm} as before"
             )
+        if states.norms is not None and tuple(states.norms.shape) != (T, len(spec.boundaries) + 1):
+            raise EagleError(f"{states.id}: norms are {list(states.norms.shape)}, not one for each state of {T} tokens")
         wanted = ((T, len(spec.boundaries) * spec.hidden_size), (T, spec.hidden_size))
         if (tuple(states.aux.shape), tuple(states.last.shape)) != wanted:
             raise EagleError(
@@ -172,10 +175,15 @@ class ShardWriter:
                 f" {list(wanted[0])} and {list(wanted[1])}"
             )
         dtype = getattr(torch, spec.dtype)
-        kept = HiddenStates(states.id, states.token_ids, states.aux.to(dtype), states.last.to(dtype), states.last_norm)
-        parts = [*kept.aux.split(rows := max(1, -(-T // CHECKS))), *kept.last.split(rows)]
-        if not all(self._checks.map(all_finite, parts)):
-            self._refuse_not_finite(kept)
+        as_given = states.aux.dtype == states.last.dtype == dtype
+        norms = states.norms if as_given else None  # a narrower dtype may not hold what the engine's did
+        kept = HiddenStates(
+            states.id, states.token_ids, states.aux.to(dtype), states.last.to(dtype), states.last_norm, norms
+        )
+        if norms is None or not all_finite(norms):  # a length may also be too much for float32 where its parts are not
+            parts = [*kept.aux.split(rows := max(1, -(-T // CHECKS))), *kept.last.split(rows)]
+            if not all(self._checks.map(all_finite, parts)):
+                self._refuse_not_finite(kept)
         return OpenSample(kept, response)
 
     def _refuse_not_finite(self, states: HiddenStates) -> None:
@@ -230,10 +238,7 @@ def _write_shard(samples: Sequence[OpenSample], spec: ShardSpec, file: Path) -> 
         "last": [s.states.last for s in samples],
         "loss_mask": [torch.tensor(s.response.loss_mask) for s in samples],
     }
-    norms = [
-        np.hstack([row_norms(s.states.aux.unflatten(1, (-1, spec.hidden_size))), row_norms(s.states.last[:, None])])
-        for s in samples
-    ]
+    norms = [_norms(s.states, spec.hidden_size) for s in samples]
     new = file.with_suffix(".new")
     checksum = write_pieces(new, tensors)
     return ShardEntry(
@@ -257,6 +262,21 @@ class Subset(Sequence[Sample]):
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]  # as `Shards`
         return self.shards[self.indices[index]]
+
+
+def _norms(states: HiddenStates, hidden_size: int) -> NDArray[Any]:
+    """[T, A+1]: of each boundary's state and of the last one; the engine's own, if it has worked them out."""
+    import numpy as np
+
+    boundaries = states.aux.unflatten(1, (-1, hidden_size))
+    if states.norms is not None:
+        norms = states.norms.numpy()
+    else:
+        norms = np.hstack([row_norms(boundaries), row_norms(states.last[:, None])])
+    if np.isfinite(norms).all():
+        return norms
+    wide = [part.double().norm(dim=-1).numpy() for part in (boundaries, states.last[:, None])]  # squares above float32
+    return np.hstack(wide)
 
 
 class Shards(Sequence[Sample]):

@@ -54,12 +54,12 @@ class _WrongError(Exception):
 
 
 def read(data: Data | EvalPrompts) -> list[Record]:
-    """All records of the source, in file order; none where eval prompts are held out of `data`.
+    """All records of the source, in file order; none where there is no file (held out of `data`, or magpie).
 
     Raises:
         ConfigError: some lines are not records; each is named by file and line (the first 10 are shown).
     """
-    if data.source == "held_out":
+    if data.source in ("held_out", "magpie"):
         return []
     path, name = _file(data)
     records = _records(path, name, data, limit=None)
@@ -74,7 +74,7 @@ def check(data: Data | EvalPrompts) -> None:
     Raises:
         ConfigError: it is not; the message says where and what would be right.
     """
-    if data.source == "held_out":
+    if data.source in ("held_out", "magpie"):
         return
     group = "data" if isinstance(data, Data) else "eval"
     if data.source == "hf":
@@ -91,7 +91,7 @@ def check(data: Data | EvalPrompts) -> None:
 
 def identity(data: Data | EvalPrompts) -> dict[str, Any]:
     """What is hashed of the source: its content, wherever it lies and whatever it is called."""
-    if data.source == "held_out":
+    if data.source in ("held_out", "magpie"):
         return {}
     return {"records": fingerprint_file(_file(data)[0])}
 

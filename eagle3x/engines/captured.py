@@ -5,8 +5,9 @@ that waits to be read here. A step has rows of many samples, and a long sample c
 prefill). Shapes: N tokens of one step, A boundaries, H hidden size, T tokens of one sample.
 
 A step's `rows`: [[number of the sample, its first row here, that row's position in the sample, how many], ...]. Its
-tensors: aux [N, A*H] and last [N, H], as shards have them, so that nothing is rearranged on a CPU; and the token ids
-[N] where it is the engine's worker that knows which ones it computed.
+tensors: aux [N, A*H] and last [N, H], as shards have them, so that nothing is rearranged on a CPU; their norms [N, A+1]
+float32, which cost a GPU nothing; and the token ids [N] where it is the engine's worker that knows which ones it
+computed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ STEPS_ALIVE = 8
 """Steps whose states can exist at once: being computed, waiting, being written to shards."""
 ROW_BYTES = 64
 """What a token takes at most besides its states: its id, and a row if it is all that a step has of its sample."""
+NORM_BYTES = 4
 POLL_SECONDS = 0.001
 GIB = 1024**3
 
@@ -43,7 +45,7 @@ def states_ring(step_tokens: int, boundaries: int, hidden_size: int, dtype: str,
     """
     from eagle3x.engines.inside.states_ring import RingReader
 
-    step = step_tokens * ((boundaries + 1) * hidden_size * DTYPE_BYTES[dtype] + ROW_BYTES)
+    step = step_tokens * ((boundaries + 1) * (hidden_size * DTYPE_BYTES[dtype] + NORM_BYTES) + ROW_BYTES)
     free = available_memory()
     if STEPS_ALIVE * step > free:
         raise EagleError(
@@ -100,18 +102,21 @@ class Assembly:
             EagleError: a token with two states, or other tokens than those of the sample: a request that was restarted.
         """
         for step in steps:
-            aux, last, *ids = step.tensors
+            aux, last, norms, *ids = step.tensors
             token_ids = ids[0].tolist() if ids else None
             for number, first, position, length in step.rows:
                 sample = self._samples[number]
                 if position >= len(sample.given.token_ids):
                     continue  # a prefill that shares its step with decoding: a token that the engine wrote itself
                 rows = slice(first, first + length)
-                sample.add(position, length, (aux[rows], last[rows]), None if token_ids is None else token_ids[rows])
+                found = aux[rows], last[rows], norms[rows]
+                sample.add(position, length, found, None if token_ids is None else token_ids[rows])
                 if (whole := sample.complete()) is not None:
-                    yield HiddenStates(sample.given.id, sample.given.token_ids, whole[0], whole[1], self._last_norm)
+                    given = sample.given
+                    yield HiddenStates(given.id, given.token_ids, whole[0], whole[1], self._last_norm, whole[2])
                     del whole
-            del aux, last, ids, step
+                del found
+            del aux, last, norms, ids, step
 
     def require_all(self) -> None:
         """The engine has read every sample, so all states must have been there.
@@ -130,18 +135,19 @@ class Assembly:
 
 @dataclass
 class _Sample:
-    """What has come of a sample: its states, aux and last, with `tokens` of their rows filled, those of `pieces`."""
+    """What has come of a sample: aux, last and norms, with `tokens` of their rows filled, those of `pieces`."""
 
     given: TokenSample
     tokens: int = 0
     pieces: list[tuple[int, int]] = field(default_factory=list)
-    states: tuple[Tensor, Tensor] | None = None
+    states: tuple[Tensor, ...] | None = None
 
-    def add(self, position: int, length: int, states: tuple[Tensor, Tensor], token_ids: list[int] | None) -> None:
+    def add(self, position: int, length: int, states: tuple[Tensor, ...], token_ids: list[int] | None) -> None:
         end, wanted = position + length, self.given.token_ids
         if {len(part) for part in states} != {length} or end > len(wanted):
-            found = " and ".join(str(len(part)) for part in states)
-            raise EagleError(f"{self.given.id}: {found} states for tokens {position} to {end} of {len(wanted)}")
+            raise EagleError(
+                f"{self.given.id}: {len(states[0])} states for tokens {position} to {end} of {len(wanted)}"
+            )
         if token_ids is not None and tuple(token_ids) != wanted[position:end]:
             raise EagleError(f"{self.given.id}: tokens {position} to {end} are not those of the sample")
         if any(position < other_end and other < end for other, other_end in self.pieces):
@@ -152,12 +158,11 @@ class _Sample:
             self.states = states
             return
         if self.states is None:  # copied out piece by piece: what waits for its rest must not hold the engine's memory
-            aux, last = states
-            self.states = aux.new_empty(len(wanted), *aux.shape[1:]), last.new_empty(len(wanted), *last.shape[1:])
+            self.states = tuple(part.new_empty(len(wanted), *part.shape[1:]) for part in states)
         for whole, part in zip(self.states, states, strict=True):
             whole[position:end] = part
 
-    def complete(self) -> tuple[Tensor, Tensor] | None:
+    def complete(self) -> tuple[Tensor, ...] | None:
         """Its states, once all are there; they are given away."""
         if self.tokens < len(self.given.token_ids):
             return None

@@ -11,9 +11,9 @@ from eagle3x.reporting.svg import Canvas, Scale, fitted, padded
 from eagle3x.reporting.words import MINUS, TIMES, figure, percent, times
 
 WIDTH = 560.0
-NAME = 22
+NAME = 26
 """Characters of a cell's name that fit beside a row."""
-LEFT, RIGHT = 158.0, 420.0
+LEFT, RIGHT = 192.0, 420.0
 """Where the plot area of a figure with row names begins and ends; the value is written right of it."""
 COLOURS = 8
 

@@ -231,13 +231,13 @@ def probe_text(probe: dict[str, Any] | None) -> str:
 def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
     m = c.measured
     if m is None:
-        return (Entry(c.name), Entry("failed", "bad"), *(Entry(NONE, "quiet") for _ in range(7)))
+        return (Entry(c.label), Entry("failed", "bad"), *(Entry(NONE, "quiet") for _ in range(7)))
     replay, same = m.replay, m.identical_outputs
     agreed = Entry("does not apply", "quiet")
     if replay is not None:
         agreed = Entry(f"{replay.identical_counters} of {replay.requests}", note=replay.verdict)
     return (
-        Entry(c.name),
+        Entry(c.label),
         match(m),
         _estimate(figure(m.tau)),
         _estimate(figure(m.tau_without_degenerate)),

@@ -38,7 +38,7 @@ def hf(directory: Path | None, **overrides: Any) -> Data:
         "source": "hf", "path": None if directory is None else str(directory), "hub_id": None, "revision": None,
         "subset": None, "split": "test", "rows": None, "columns": {}, "format": "auto", "responses": "regenerate",
         "limit_train": None, "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
-        "chat_template_kwargs": {},
+        "chat_template_kwargs": {}, "magpie": None,
     }  # fmt: skip
     return Data(**{**values, **overrides})
 

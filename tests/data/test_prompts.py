@@ -27,7 +27,7 @@ def data(**overrides: Any) -> Data:
     values = {
         "source": "jsonl", **NOWHERE, "path": "x.jsonl", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
-        "chat_template_kwargs": {},
+        "chat_template_kwargs": {}, "magpie": None,
     }  # fmt: skip
     return Data(**{**values, **overrides})
 

@@ -101,6 +101,42 @@ def test_index_holds_checksums_and_mean_norms(tmp_path: Path) -> None:
         assert shard.bytes == (tmp_path / shard.file).stat().st_size
 
 
+def with_norms(states: HiddenStates, spec: ShardSpec = SPEC) -> HiddenStates:
+    """As an engine would give them."""
+    columns = [*states.aux.split(spec.hidden_size, dim=1), states.last]
+    norms = torch.stack([column.norm(dim=1, dtype=torch.float32) for column in columns], dim=1)
+    return replace(states, norms=norms)
+
+
+def test_norms_that_the_engine_worked_out_are_taken_where_the_states_are_stored_as_it_gave_them(tmp_path: Path) -> None:
+    r = response("a", 2)
+    states = replace(states_of(r), norms=torch.tensor([[1.0, 2, 3], [3, 4, 5]]))  # not theirs, to tell them apart
+    for spec, wanted in ((SPEC, (2, 3, 4)), (replace(SPEC, dtype="bfloat16"), with_norms(states).norms)):
+        with ShardWriter(tmp_path / spec.dtype, spec, 100) as writer:
+            writer.add(states, r)
+        wanted = wanted if isinstance(wanted, tuple) else tuple(wanted.mean(dim=0).tolist())
+        assert Shards(tmp_path / spec.dtype).shards[0].mean_norms == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_states_whose_norms_say_that_they_are_not_finite_are_looked_at(tmp_path: Path, value: float) -> None:
+    r = response("bad", 3)
+    states = states_of(r)
+    states.last[1, 2] = value
+    with pytest.raises(EagleError, match=r"bad: last is NaN or infinite .* in 1 of 3 tokens, first at position 1"):
+        ShardWriter(tmp_path / "bad", SPEC, 100).add(with_norms(states), r)
+    large = states_of(r)
+    large.last[1, 2] = 1e30  # its square is too large for float32, it is not
+    assert not with_norms(large).norms.isfinite().all()  # type: ignore[union-attr]
+    with ShardWriter(tmp_path / "large", SPEC, 100) as writer:
+        writer.add(with_norms(large), r)
+    written = Shards(tmp_path / "large")
+    assert written[0].last[1, 2] == torch.tensor(1e30)
+    assert written.mean_norms["last"] == pytest.approx(1e30 / 3)
+    with pytest.raises(EagleError, match=r"bad: last .* as float16"):  # finite as given, not as stored
+        ShardWriter(tmp_path / "narrow", replace(SPEC, dtype="float16"), 100).add(with_norms(large), r)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("column", "name"), [(0, "boundary 1"), (7, "boundary 3"), (None, "last")])
 def test_refuses_what_is_not_finite(tmp_path: Path, value: float, column: int | None, name: str) -> None:

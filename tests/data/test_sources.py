@@ -18,7 +18,7 @@ from eagle3x.types import ConfigError, Message
 BUILTIN = Data(
     source="builtin", path=None, hub_id=None, revision=None, subset=None, split=None,
     rows=None, columns={}, format="auto", responses="regenerate", limit_train=None, limit_eval=None,
-    val_fraction=0.125, eval_fraction=0.25, max_sample_tokens=512, chat_template_kwargs={},
+    val_fraction=0.125, eval_fraction=0.25, max_sample_tokens=512, chat_template_kwargs={}, magpie=None,
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def jsonl(path: Path, *lines: Any, **overrides: Any) -> Data:
         "source": "jsonl", "path": str(path), "hub_id": None, "revision": None, "subset": None, "split": None,
         "rows": None, "columns": {}, "format": "auto", "responses": "regenerate", "limit_train": None,
         "limit_eval": None, "val_fraction": 0.25, "eval_fraction": 0.25, "max_sample_tokens": 64,
-        "chat_template_kwargs": {},
+        "chat_template_kwargs": {}, "magpie": None,
     }  # fmt: skip
     return Data(**{**values, **overrides})
 

@@ -24,9 +24,10 @@ Rows = list[list[int]]
 
 
 def states_of(tokens: list[int]) -> list[torch.Tensor]:
-    """[N, 4] and [N, 2]: of token t the boundaries (t.1, t.2) and (t.3, t.4), and the last state (-t, -t)."""
+    """[N, 4], [N, 2], [N, 3]: of token t the boundaries (t.1, t.2) and (t.3, t.4), the last state (-t, -t), and as
+    their lengths, so that each is told apart, t, 2t and 3t."""
     ids = torch.tensor(tokens)[:, None].float()
-    return [ids + torch.tensor([0.1, 0.2, 0.3, 0.4]), -ids.repeat(1, 2)]
+    return [ids + torch.tensor([0.1, 0.2, 0.3, 0.4]), -ids.repeat(1, 2), ids * torch.tensor([1.0, 2.0, 3.0])]
 
 
 def step(rows: Rows, tokens: list[int]) -> Step:
@@ -34,9 +35,10 @@ def step(rows: Rows, tokens: list[int]) -> Step:
 
 
 def check(found: HiddenStates) -> None:
-    aux, last = states_of(list(found.token_ids))
+    aux, last, norms = states_of(list(found.token_ids))
     torch.testing.assert_close(found.aux, aux)
     torch.testing.assert_close(found.last, last)
+    torch.testing.assert_close(found.norms, norms)
 
 
 def assemble(samples: list[TokenSample], steps: list[Step]) -> list[HiddenStates]:
@@ -68,8 +70,9 @@ def test_a_sample_that_a_step_has_whole_is_not_copied() -> None:
 def test_a_piece_does_not_hold_the_memory_of_its_step() -> None:
     memory = memoryview(bytearray(b"".join(part.numpy().tobytes() for part in states_of([31, 32]))))
     states, freed = torch.frombuffer(memory, dtype=torch.float32), weakref.ref(memory)
-    steps = iter([Step([[0, 0, 0, 2]], [states[:8].view(2, 4), states[8:].view(2, 2)])])
-    del memory, states
+    parts = [states[:8].view(2, 4), states[8:12].view(2, 2), states[12:].view(2, 3)]
+    steps = iter([Step([[0, 0, 0, 2]], parts)])
+    del memory, states, parts
     assembly = Assembly([C], "post_norm")
     assert list(assembly.completed(steps)) == []
     assert freed() is None
@@ -90,8 +93,8 @@ def test_an_engine_that_does_not_say_which_tokens_it_computed() -> None:
         ([([[0, 0, 0, 3]], [11, 13, 12])], "a: tokens 0 to 3 are not those of the sample"),
         ([([[0, 0, 0, 2]], [11, 12]), ([[0, 0, 1, 2]], [12, 13])], "a: the engine computed tokens 1 to 3 twice"),
         ([([[0, 0, 0, 3]], [11, 12, 13]), ([[0, 0, 0, 3]], [11, 12, 13])], "tokens 0 to 3 twice"),
-        ([([[0, 0, 1, 3]], [12, 13, 14])], "a: 3 and 3 states for tokens 1 to 4 of 3"),
-        ([([[0, 0, 0, 3]], [11, 12])], "a: 2 and 2 states for tokens 0 to 3 of 3"),
+        ([([[0, 0, 1, 3]], [12, 13, 14])], "a: 3 states for tokens 1 to 4 of 3"),
+        ([([[0, 0, 0, 3]], [11, 12])], "a: 2 states for tokens 0 to 3 of 3"),
     ],
 )
 def test_what_does_not_fit_is_an_error(steps: list[tuple[Rows, list[int]]], message: str) -> None:

@@ -96,7 +96,7 @@ def test_the_page_is_well_formed_offline_and_accessible(summary: Any) -> None:
     assert first in said
     assert rest[1:] in said
     for cell in summary.cells:
-        assert cell.name in said
+        assert cell.label in said
         assert cell.error is None or cell.error in said
 
 

@@ -109,8 +109,10 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         slots = step.slots.pin_memory() if self._cache.is_cuda else step.slots
         slots = slots.to(self._cache.device, non_blocking=True)
         states_NSH = extract_from_kv_cache(self._cache, slots, len(slots))
+        kept = [*range(self._boundaries), -1]
+        norms = torch.linalg.vector_norm(states_NSH, dim=-1, dtype=torch.float32)[:, kept]
         aux, last = states_NSH[:, : self._boundaries].flatten(1), states_NSH[:, -1].contiguous()
-        self._ring.write(step.place, step.rows, [aux, last])
+        self._ring.write(step.place, step.rows, [aux, last, norms])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""

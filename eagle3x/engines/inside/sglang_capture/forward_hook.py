@@ -52,7 +52,8 @@ class ForwardHook:
         ring = self._opened(on_gpu=columns[-1].is_cuda)
         slot = ring.take()
         *aux, last = columns
-        ring.write(slot, rows, [torch.cat(aux, dim=-1), last.contiguous(), given["input_ids"].contiguous()])
+        norms = torch.stack([torch.linalg.vector_norm(c, dim=-1, dtype=torch.float32) for c in columns], dim=-1)
+        ring.write(slot, rows, [torch.cat(aux, dim=-1), last.contiguous(), norms, given["input_ids"].contiguous()])
 
     def _opened(self, *, on_gpu: bool) -> RingWriter:
         """Not before it is needed: a model is made in a mode in which new tensors are the GPU's."""
