@@ -34,6 +34,7 @@ from eagle3x.manifest import SCHEMA_VERSION, Manifest, facts_of, masked, plain, 
 from eagle3x.payload import (
     MANIFEST,
     content_fault,
+    damaged,
     is_no_room,
     last_change,
     last_use,
@@ -120,9 +121,9 @@ class Store:
                 return None
             if (path / MANIFEST).exists():  # another run has just published it
                 return self.lookup(spec)
-            raise _damaged(spec.stage, spec.key, f"{path / MANIFEST} is missing") from None
+            raise damaged(spec.stage, spec.key, f"{path / MANIFEST} is missing") from None
         except EagleError as error:
-            raise _damaged(spec.stage, spec.key, str(error)) from error
+            raise damaged(spec.stage, spec.key, str(error)) from error
         artifact = Artifact(spec.stage, spec.key, path, manifest)
         fault = size_fault(path, manifest)
         if fault is None:
@@ -131,7 +132,7 @@ class Store:
             return artifact
         if not path.exists():  # dropped between the two looks
             return None
-        raise _damaged(spec.stage, spec.key, fault)
+        raise damaged(spec.stage, spec.key, fault)
 
     def get_or_make(self, spec: ArtifactSpec, make: Callable[[Path], Mapping[str, Any]]) -> Artifact:
         """The artifact that `spec` describes; made by `make(work_dir)` if there is none.
@@ -192,7 +193,7 @@ class Store:
     def drop(self, prefixes: Sequence[str]) -> list[Entry]:
         """Delete payloads (partial ones as well), keep manifests; returns what was dropped, as it was before.
 
-        All keys are found before anything is deleted. EagleError if a run is making one of them.
+        All keys are found before anything is deleted. EagleError if a run is making one of them, or reads it.
         """
         entries = list({(e.stage, e.key): e for e in map(self.find, prefixes)}.values())
         for entry in entries:
@@ -202,6 +203,10 @@ class Store:
     def _drop(self, stage: str, key: str) -> None:
         try:
             with self._lock(stage, key, wait=False):
+                if (reader := self._reader(key)) is not None:
+                    raise EagleError(
+                        f"{stage} {key} is read by a run that makes {reader.stage} {reader.key}: drop it later"
+                    )
                 self._empty_trash(stage, key)
                 path, partial = self._path(stage, key), self._path(stage, key, ".partial")
                 if path.exists():
@@ -214,6 +219,19 @@ class Store:
                 self._empty_trash(stage, key)
         except Timeout:
             raise EagleError(f"{stage} {key} is being made by another run: drop it when that run has ended") from None
+
+    def _reader(self, key: str) -> Manifest | None:
+        """An attempt that is going on now and was given this artifact."""
+        for record in self.root.glob("*/.*.attempt.json"):
+            with suppress(EagleError, FileNotFoundError):
+                attempt = Manifest.read(record)
+                if key in attempt.parents.values():
+                    try:
+                        with self._lock(attempt.stage, attempt.key, wait=False):
+                            continue  # nobody makes it any more
+                    except Timeout:
+                        return attempt
+        return None
 
     def _keep_manifest(self, stage: str, key: str) -> None:
         """Give the manifest its second name before the payload goes, so that it can be read at any moment."""
@@ -382,14 +400,7 @@ def verify(artifact: Artifact) -> None:
     """Read every file again and compare its SHA-256. EagleError names the first one that is not what was written."""
     fault = content_fault(artifact.path, artifact.manifest)
     if fault is not None:
-        raise _damaged(artifact.stage, artifact.key, fault)
-
-
-def _damaged(stage: str, key: str, fault: str) -> EagleError:
-    return EagleError(
-        f"{stage} {key} is damaged: {fault}. To make it again, drop it and run the same command:"
-        f" python -m eagle3x command=artifacts action=drop 'keys=[\"{key}\"]'"
-    )
+        raise damaged(artifact.stage, artifact.key, fault)
 
 
 def _now() -> str:

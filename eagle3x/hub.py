@@ -13,7 +13,7 @@ from eagle3x.types import EagleError
 
 def is_hub_id(name: str) -> bool:
     """Whether it looks like org/name."""
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
 
 
 @dataclass(frozen=True)

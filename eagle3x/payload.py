@@ -78,16 +78,31 @@ def size_on_disk(path: Path) -> int:
 
 
 def last_change(path: Path) -> float:
-    """When anything in or below `path` was last written, created or deleted: seconds since the epoch."""
-    return max(p.lstat().st_mtime for p in (path, *path.rglob("*")))
+    """When anything in or below `path` was last written, created or deleted: seconds since the epoch; 0 if it is gone.
+
+    What goes away meanwhile is not looked at.
+    """
+    times = [0.0]
+    for folder, _, names in os.walk(path):
+        for place in (Path(folder), *(Path(folder, name) for name in names)):
+            with suppress(OSError):
+                times.append(place.lstat().st_mtime)
+    return max(times)
 
 
 def last_use(path: Path) -> float:
-    """When the artifact in `path` was last used: its manifest's time, else its own; 0 if it is not there."""
-    for place in (path / MANIFEST, path):
-        with suppress(OSError):
-            return place.stat().st_mtime
-    return 0.0
+    """When the artifact in `path` was last used: its manifest's time; while it has none, when it last grew."""
+    with suppress(OSError):
+        return (path / MANIFEST).stat().st_mtime
+    return last_change(path)
+
+
+def damaged(stage: str, key: str, fault: str) -> EagleError:
+    """What to say of an artifact whose payload is not what its manifest says."""
+    return EagleError(
+        f"{stage} {key} is damaged: {fault}. To make it again, drop it and run the same command:"
+        f" python -m eagle3x command=artifacts action=drop 'keys=[\"{key}\"]'"
+    )
 
 
 def show_bytes(count: int) -> str:

@@ -93,9 +93,11 @@ def _response(sample: DumpSample, masks: Mapping[tuple[int, ...], Sequence[Respo
     tokens = tuple(sample.token_ids.tolist())
     if sample.loss_mask is not None:
         return labelled(sample.id, NO_CATEGORY, tokens, sample.loss_mask.tolist())
-    for text in (*masks.get(tokens[:LOOKED_UP], ()), *masks.get((), ())):
-        if tokens[: len(text.token_ids)] == text.token_ids:
-            return labelled(sample.id, text.category, text.token_ids, text.loss_mask)
+    near = (*masks.get(tokens[:LOOKED_UP], ()), *masks.get((), ()))
+    fitting = [text for text in near if tokens[: len(text.token_ids)] == text.token_ids]
+    if fitting:  # the longest: a conversation's first turn is also how its second begins
+        text = max(fitting, key=lambda text: len(text.token_ids))
+        return labelled(sample.id, text.category, text.token_ids, text.loss_mask)
     raise EagleError(
         f"{dump.directory}: {sample.id} has no loss mask, and no text of responses.from is its own: name the file that"
         " the dump was made from, responses.from=FILE (for speculators the folder of its prepared data)"

@@ -46,18 +46,16 @@ def make(run: StageRun) -> dict[str, Any]:
     Raises:
         ConfigError: lines that are no records, one id for two prompts, or a split that would be empty.
     """
+    evaluation = sources.read(run.cfg.eval)  # a fault in it must not cost what comes next
     drawn = magpie.write(run) if run.cfg.data.source == "magpie" else None
     records = sources.read(run.cfg.data) if drawn is None else drawn.records
-    evaluation = sources.read(run.cfg.eval)
     selected = select(records, run.cfg.data, evaluation)
     write_prompts(run.work, selected.prompts)
-    if drawn is not None:
-        drawn.parts.drop()
     _report("ask a question that is there already", selected.duplicates)
     _report(f"share {LEAK_WORDS} words in a row with an eval prompt", selected.leaks)
     if selected.other_split:
         log(f"prompts: {selected.other_split} left out, for they name the split that another source gives")
-    return {
+    facts = {
         "records": len(records) + len(evaluation),
         "origin": {"data": sources.origin(run.cfg.data), "eval": sources.origin(run.cfg.eval)},
         "splits": {split: _counts(selected.prompts, split) for split in get_args(Split)},
@@ -68,6 +66,9 @@ def make(run: StageRun) -> dict[str, Any]:
         "other_split": selected.other_split,
         **({} if drawn is None else {"magpie": drawn.counts}),
     }
+    if drawn is not None:
+        drawn.parts.drop()  # last: they were paid for
+    return facts
 
 
 def select(records: Sequence[Record], data: Data, evaluation: Sequence[Record] = ()) -> Selection:

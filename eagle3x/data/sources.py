@@ -104,7 +104,7 @@ def origin(data: Data | EvalPrompts) -> dict[str, Any]:
 def _file(data: Data | EvalPrompts) -> tuple[Path, str]:
     """The JSONL file that holds the records, and what it is called in messages."""
     if data.source == "hf":
-        return datasets.rows_of(data).path, str(data.hub_id or data.path)
+        return datasets.rows_of(data).path, f"{data.hub_id or data.path} {data.split}"
     path = BUILTIN if data.source == "builtin" or data.path is None else Path(data.path)
     return path, str(path)
 

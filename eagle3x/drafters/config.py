@@ -48,6 +48,8 @@ class Drafter:
             raise ValueError("drafter=custom is trained here; use drafter=pretrained with a path or hub_id")
         if self.source == "custom" and self.init_from is None and (self.made_by or self.boundaries or self.allow_bin):
             raise ValueError("made_by, boundaries and allow_bin are of a published drafter, and this one is made here")
+        if self.revision is not None and self.path is not None:
+            raise ValueError("revision is of a hub_id; a path has none")
         if self.num_layers != 1:
             raise ValueError("num_layers must be 1: no engine serves a deeper EAGLE-3 drafter of this format")
         if self.draft_vocab_size < 2:

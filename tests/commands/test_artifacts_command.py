@@ -14,7 +14,7 @@ from rich.console import Console
 from eagle3x.artifacts import Artifact, ArtifactSpec, Store
 from eagle3x.commands import artifacts
 from eagle3x.commands.config import ArtifactsArgs
-from eagle3x.types import ConfigError
+from eagle3x.types import ConfigError, EagleError
 
 
 @pytest.fixture
@@ -193,6 +193,42 @@ def test_clean_leaves_what_is_being_made(store: Store) -> None:
 
     store.get_or_make(ArtifactSpec("prompts", 1, {}, {}, {}), write)
     assert "being made by another run" in lines[0][0]
+
+
+def test_what_a_running_stage_reads_is_neither_cleaned_nor_dropped(store: Store) -> None:
+    prompts = make(store, "prompts", {})
+    said: list[str] = []
+
+    def write(work: Path) -> dict[str, Any]:
+        (work / "payload").write_bytes(b"x")
+        said.extend(say(store, "clean", keep_gib=0))
+        with pytest.raises(EagleError, match=f"prompts {prompts.key} is read by a run that makes responses"):
+            store.drop([prompts.key])
+        return {}
+
+    store.get_or_make(ArtifactSpec("responses", 1, {}, {"prompts": prompts}, {}), write)
+    assert any("is read by a run that makes responses" in line for line in said)
+    assert prompts.path.exists()
+    say(store, "drop", prompts.key)
+    assert not prompts.path.exists()
+
+
+def test_a_killed_attempt_was_last_used_when_it_last_wrote(store: Store) -> None:
+    def fail(work: Path) -> dict[str, Any]:
+        (work / "train").mkdir()
+        (work / "train" / "shard").write_bytes(b"x" * 10240)
+        raise RuntimeError
+
+    spec = ArtifactSpec("hidden_states", 1, {}, {}, {})
+    with pytest.raises(RuntimeError):
+        store.get_or_make(spec, fail)
+    (partial,) = (store.root / "hidden_states").glob(".*.partial")
+    long_ago = time.time() - 40 * 86400
+    os.utime(partial, (long_ago, long_ago))  # its root has not changed since it was made
+    assert say(store, "clean", older_than_days=30) == [f"nothing to clean in {store.root}"]
+    for path in (partial / "train" / "shard", partial / "train", partial):
+        os.utime(path, (long_ago, long_ago))
+    assert len(say(store, "clean", older_than_days=30)) == 1
 
 
 def test_clean_needs_a_measure_and_is_alone_with_it(store: Store) -> None:
