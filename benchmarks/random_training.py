@@ -185,7 +185,7 @@ class Bench:
         work = Path(tempfile.mkdtemp(dir=self.store))
         hardware = Hardware(device="cuda" if self.device.type == "cuda" else "cpu", threads=None, devices=devices)
         history = History(work / "metrics.jsonl")
-        module = DraftModule(self.drafter(), self.teacher(), data.cfg, len(data.plan), 1.0, history)
+        module = DraftModule(self.drafter(), self.teacher(), data.cfg, data.segment_ends, 1.0, history)
         if len(devices) > 1:
             module.cpu()
         run: Any = SimpleNamespace(cfg=SimpleNamespace(train=data.cfg, hardware=hardware), work=work)
@@ -204,7 +204,7 @@ class BareStep:
     """Forward, loss, backward, clipping and AdamW on a batch that is there, with nothing else in the loop."""
 
     def __init__(self, bench: Bench, cfg: Train) -> None:
-        module = DraftModule(bench.drafter(), bench.teacher(), cfg, 1, 1.0, History(Path("unused")))
+        module = DraftModule(bench.drafter(), bench.teacher(), cfg, [1], 1.0, History(Path("unused")))
         self.model, self.cfg, self.dtype, self.device = module.drafter, cfg, bench.dtype, bench.device
         t = module.teacher
         self.teacher = replace(t, head=t.head.to(bench.device, bench.dtype), final_norm=t.final_norm.to(bench.device))

@@ -72,6 +72,10 @@ def check_with_target(cfg: Config, target: Target) -> None:
             native_layer_ids(reader_of(identity, target.model_class), boundaries, target.num_blocks)
         except CaptureError as error:
             reasons.append(f"extract: {error}")
+    if "drafter" in stages and cfg.drafter.source == "custom":
+        reasons += cfg.train.refusals(cfg.hardware.device, target.head_dim)
+        if cfg.train.freeze_head and cfg.drafter.init == "random" and cfg.drafter.init_from is None:
+            reasons.append("train.freeze_head=true keeps a random head for ever: use drafter.init=warm_start")
     planned = drafter_plan(cfg, target) if "drafter" in stages and not reasons else None
     if "benchmark" in stages and planned is not None:
         serving = adapter(cfg.serve.backend.name)

@@ -34,6 +34,8 @@ REFUSED = {
     ("hidden_states.from=/nowhere",): "no such directory",
     ("artifacts=a_file/store",): "is a file",
     ("tracking=online",): "wandb login",
+    ("train.precision=bf16",): "bf16 needs hardware=cuda",
+    ("train.freeze_head=true", "drafter.init=random"): "keeps a random head",
     ("backend.tensor_parallel=2",): "tensor_parallel",
 }
 

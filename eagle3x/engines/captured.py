@@ -83,6 +83,12 @@ def captured(
             time.sleep(POLL_SECONDS)
         yield from assembly.completed(ring.steps())
         assembly.require_all()
+    except EagleError:
+        try:
+            yield from assembly.completed(ring.steps())  # what came before was paid for
+        finally:
+            worker.stop()
+        raise
     except BaseException:  # also if nobody wants the rest: it would be taken for the next request's
         worker.stop()
         raise

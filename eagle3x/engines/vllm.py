@@ -75,8 +75,11 @@ class VllmEngine(ProcessEngine):
             "runner": identity["runner"],
             "dtype": identity["dtype"],
             "quantization": reported_quantization(self._slot, self._target, self._hardware),
+            "kv_cache_dtype": identity["kv_cache_dtype"],  # a checkpoint can ask for 8 bits, and vLLM then obeys it
         }
-        return {name: (value, report[name]) for name, value in asked.items()}
+        as_the_model = report["kv_cache_dtype"] == identity["dtype"] and identity["kv_cache_dtype"] == "auto"
+        found = {**report, "kv_cache_dtype": "auto"} if as_the_model else report
+        return {name: (value, found[name]) for name, value in asked.items()}
 
     def _start_server(
         self,

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from eagle3x.identity import PLACEMENT
 from eagle3x.schema import config
 
+BF16_HEAD_SIZES = (16, 32, 64, 128)
+"""What the Triton kernels were compiled for: powers of two, whose tiles fit into a multiprocessor."""
+
 
 @config
 class Train:
@@ -41,6 +44,19 @@ class Train:
             raise ValueError("ttt_steps, tokens_per_step, epochs, head_chunk, validations must be at least 1")
         if not 0 <= self.warmup_fraction < 1 or self.learning_rate <= 0:
             raise ValueError("warmup_fraction must be in [0, 1) and learning_rate > 0")
+        if self.num_workers < 0 or self.checkpoints < 1:
+            raise ValueError("num_workers must be at least 0, and checkpoints at least 1")
+
+    def refusals(self, device: str, head_size: int) -> list[str]:
+        """Why a drafter with heads of this size cannot be trained so on `device` ("cpu", "cuda")."""
+        if self.precision != "bf16":
+            return []
+        if device == "cpu":
+            return ["train.precision=bf16 needs hardware=cuda: bfloat16 is many times slower on a CPU"]
+        if head_size not in BF16_HEAD_SIZES:
+            sizes = ", ".join(map(str, BF16_HEAD_SIZES))
+            return [f"train.precision=bf16 has kernels for heads of {sizes}, not {head_size}: use train.precision=fp32"]
+        return []
 
     @property
     def step_weights(self) -> list[float]:

@@ -63,14 +63,23 @@ EMBEDDING = "drafter.embed_tokens.weight"
 class DraftModule(LightningModule):
     """The drafter and its teacher.
 
+    segment_ends: the steps after which the run is validated or saved, the last of which is its end.
+
     input_scale: typical root mean square of what `fc` reads. Adam moves a weight by the learning rate whatever it is
     multiplied with, so fc, which reads raw states, gets a rate that is divided by that.
     """
 
     def __init__(
-        self, drafter: Eagle3, teacher: Teacher, cfg: Train, total_steps: int, input_scale: float, history: History
+        self,
+        drafter: Eagle3,
+        teacher: Teacher,
+        cfg: Train,
+        segment_ends: Sequence[int],
+        input_scale: float,
+        history: History,
     ) -> None:
         super().__init__()
+        self.segment_ends, total_steps = segment_ends, segment_ends[-1]
         if cfg.freeze_head:
             drafter.lm_head.requires_grad_(False)
             drafter.norm.requires_grad_(False)
@@ -156,6 +165,7 @@ class DraftModule(LightningModule):
         del checkpoint["state_dict"][EMBEDDING]
         checkpoint["rng"] = torch.get_rng_state()
         checkpoint["tokens"] = self.tokens_seen
+        checkpoint["segment_ends"] = list(self.segment_ends)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises EagleError if the checkpoint is not of this drafter."""
@@ -163,6 +173,11 @@ class DraftModule(LightningModule):
         if checkpoint["state_dict"].keys() != expected:
             different = sorted(checkpoint["state_dict"].keys() ^ expected)
             raise EagleError(f"the checkpoint to resume from is of another drafter: {', '.join(different)}")
+        if checkpoint["segment_ends"] != list(self.segment_ends):  # the data position is counted in segments
+            raise EagleError(
+                f"the attempt to resume saved or validated after steps {checkpoint['segment_ends']}, this one would"
+                f" after {list(self.segment_ends)}: set train.checkpoints to what it was, or drop the attempt"
+            )
         torch.set_rng_state(checkpoint["rng"])
         self.tokens_seen = checkpoint["tokens"]
         if self.trainer.is_global_zero:

@@ -160,6 +160,8 @@ def _architecture(cfg: Drafter, target: Target, num_aux: int) -> Architecture:
 
 def _train(run: StageRun) -> dict[str, Any]:
     cfg, target, work = run.cfg, run.target, run.work
+    if reasons := cfg.train.refusals(cfg.hardware.device, target.head_dim):
+        raise EagleError("; ".join(reasons))
     if cfg.hardware.threads is not None:
         torch.set_num_threads(cfg.hardware.threads)
     states = run.inputs["hidden_states"].path
@@ -180,7 +182,7 @@ def _train(run: StageRun) -> dict[str, Any]:
     taught = head[drafter.target_ids()].cpu()
     teacher = Teacher(taught, final_norm.cpu(), target.rms_norm_eps, train.spec.last_norm)
     del full, head
-    module = DraftModule(drafter, teacher, cfg.train, len(data.plan), _input_scale(drafter, samples), history)
+    module = DraftModule(drafter, teacher, cfg.train, data.segment_ends, _input_scale(drafter, samples), history)
     best = work / "best.safetensors"
     validation = Validation(val, data.validation_steps, best, history, cfg.train.ttt_steps, log)
 
@@ -191,21 +193,20 @@ def _train(run: StageRun) -> dict[str, Any]:
     trainer = lightning_trainer(run, data, [validation, Bar(len(data.plan))])
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     seconds = time.monotonic() - started
+    done = history.records()
+    steps, validations = [r for r in done if "loss" in r], [r for r in done if "val" in r]
+    if steps[-1]["step"] != len(data.plan):
+        raise EagleError(f"training ended after {steps[-1]['step']} of {len(data.plan)} steps: nothing is published")
 
     drafter.cpu()
     load_trained(drafter, best)
     # A published drafter may have brought an embedding of its own.
     own = cfg.drafter.init_from is not None and not torch.equal(drafter.embed_tokens.weight, target.embedding())
     checkpoint.save(drafter, work / CHECKPOINT, {}, with_embedding=own)
-    shutil.rmtree(work / "resume")
-    for scrap in (best, work / "argmax.safetensors"):
-        scrap.unlink()
     covered = drafter.t2d
-    done = history.records()
-    steps, validations = [r for r in done if "loss" in r], [r for r in done if "val" in r]
     tokens, asked = steps[-1]["tokens"], sum(r["asked"] for r in steps)
     best_record = max(validations, key=lambda r: r["val"]["tau"])
-    return {
+    facts = {
         "boundaries": list(train.spec.boundaries),
         "boundaries_said_by": None,
         "steps": len(data.plan),
@@ -223,6 +224,10 @@ def _train(run: StageRun) -> dict[str, Any]:
         "tokens_per_second": sum(lengths) * cfg.train.epochs / seconds if resume is None else None,
         "flops_per_token": flops_per_token(drafter.arch, cfg.train, asked / tokens),
     }
+    shutil.rmtree(work / "resume")  # last: it was paid for
+    for scrap in (best, work / "argmax.safetensors"):
+        scrap.unlink()
+    return facts
 
 
 def flops_per_token(arch: Architecture, cfg: Train, asked: float) -> float:
@@ -261,8 +266,6 @@ class Bar(Callback):
 def lightning_trainer(run: StageRun, data: DraftData, callbacks: list[Callback]) -> Trainer:
     """A process for each device; a checkpoint at the end of every segment, of which the newest is kept."""
     cfg = run.cfg
-    if cfg.train.precision == "bf16" and cfg.hardware.device == "cpu":
-        raise EagleError("train.precision=bf16 needs hardware=cuda: bfloat16 is many times slower on a CPU")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

@@ -156,6 +156,14 @@ def test_an_engine_that_ends_while_it_captures(ring: RingReader, tmp_path: Path)
             list(states)
 
 
+def test_what_an_engine_left_before_it_ended_is_handed_on(ring: RingReader, tmp_path: Path) -> None:
+    with engine(ring, tmp_path) as worker:
+        found = []
+        with pytest.raises(EngineDied):
+            found.extend(s.id for s in captured(worker, ring, [B, TokenSample("end", (66,))], "post_norm"))
+        assert found == ["b"]
+
+
 def test_states_that_nobody_wants_any_more_end_the_engine(ring: RingReader, tmp_path: Path) -> None:
     """They would be taken for those of the next samples."""
     with engine(ring, tmp_path) as worker:

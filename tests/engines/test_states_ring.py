@@ -98,6 +98,54 @@ def test_a_place_is_free_when_the_last_part_is_forgotten() -> None:
     assert writer.take() == 1
 
 
+def test_a_place_that_is_being_filled_is_never_free_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may look for one between any two bytes that this one writes."""
+    ring = RingReader(SLOTS, SLOT_BYTES)
+    writer = RingWriter(ring.path)
+    slot = writer.take()
+    seen: set[int] = set()
+    real = states_ring.NOTE_BYTES
+
+    class Watched:
+        size = real.size
+
+        def pack_into(self, memory: bytearray, offset: int, value: int) -> None:
+            before = memory[states_ring._header(slot)]
+            memory[states_ring._header(slot)] = 77  # whatever is there stays there
+            real.pack_into(memory, offset, value)
+            seen.update({before, memory[states_ring._header(slot)]})
+            memory[states_ring._header(slot)] = before
+
+    monkeypatch.setattr(states_ring, "NOTE_BYTES", Watched())
+    writer.write(slot, [0], [states(0), ids(0)])
+    assert seen == {states_ring.TAKEN, 77}
+    (step,) = ring.steps()
+    assert torch.equal(step.tensors[0], states(0))
+
+
+FAILING = f"""
+import sys
+sys.path[:0] = [{str(Path(states_ring.__file__).parent)!r}]
+from concurrent.futures import ThreadPoolExecutor
+from states_ring import RingWriter
+import time
+class Event:
+    def synchronize(self):
+        raise RuntimeError("an illegal memory access was encountered")
+ring = RingWriter(sys.argv[1])
+ThreadPoolExecutor(1).submit(ring._announce, ring.take(), Event())
+time.sleep(60)
+"""
+
+
+def test_a_copy_that_fails_ends_the_engine() -> None:
+    ring = RingReader(SLOTS, SLOT_BYTES)
+    command = [sys.executable, "-c", FAILING, ring.path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert "illegal memory access" in done.stderr
+
+
 def test_states_that_do_not_fit_are_refused_and_the_memory_has_no_name_left_behind() -> None:
     ring = RingReader(SLOTS, 4096)
     writer = RingWriter(ring.path)

@@ -133,6 +133,30 @@ def test_killed_at_random_steps_it_ends_bit_for_bit_the_same(
     assert {**facts, "tokens_per_second": 0} == {**resumed, "tokens_per_second": 0}
 
 
+def test_an_attempt_whose_segments_were_others_is_not_gone_on_with(
+    stage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is in the data is counted in segments: it would repeat steps, or end early."""
+    trainer = train.lightning_trainer
+    monkeypatch.setattr(train, "lightning_trainer", lambda r, d, c: trainer(r, d, [*c, Kill(10)]))
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        train.make(stage("moved"))
+    monkeypatch.setattr(train, "lightning_trainer", trainer)
+    for checkpoints in (TRAIN.checkpoints * 3, 1):
+        with pytest.raises(EagleError, match=r"set train\.checkpoints to what it was"):
+            train.make(stage("moved", training=replace(TRAIN, checkpoints=checkpoints)))
+
+
+@pytest.mark.parametrize(
+    ("device", "head_size", "said"), [("cpu", 64, "hardware=cuda"), ("cuda", 96, "16, 32, 64, 128")]
+)
+def test_what_bf16_cannot_do_is_known_beforehand(device: str, head_size: int, said: str) -> None:
+    (reason,) = replace(TRAIN, precision="bf16").refusals(device, head_size)
+    assert said in reason
+    assert TRAIN.refusals(device, head_size) == []
+    assert replace(TRAIN, precision="bf16").refusals("cuda", 128) == []
+
+
 def test_facts_are_those_of_the_data_and_the_best_drafter_is_what_is_published(
     stage: Callable[..., Any], states: Path, tiny_target: Target
 ) -> None:
@@ -239,7 +263,7 @@ def fitted(run: Any, training: Train, documents: int) -> tuple[dict[str, torch.T
     teacher = Teacher(target.head()[drafter.target_ids()], target.final_norm(), target.rms_norm_eps, "post_norm")
     data = DraftData(samples, [len(s.token_ids) for s in samples], training, 1, None)
     history = History(run.work / "metrics.jsonl")
-    module = DraftModule(drafter, teacher, training, len(data.plan), 1.0, history)
+    module = DraftModule(drafter, teacher, training, data.segment_ends, 1.0, history)
     train.lightning_trainer(run, data, []).fit(module, datamodule=data)
     return dict(drafter.state_dict()), history.records()
 

@@ -19,6 +19,7 @@ import mmap
 import os
 import struct
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,10 @@ FREE, TAKEN, WRITTEN, READ = range(4)
 SIZES = struct.Struct("<2Q")
 """Number of slots, and bytes of each."""
 HEADER = struct.Struct("<BxxxI")
-"""State, and bytes of the note. The state is one byte: whoever reads it sees the old one or the new one."""
+"""State, and bytes of the note. The state is only ever written alone, as one byte: whoever reads it sees the old one or
+the new one (`pack_into` would first write zeros, and 0 is FREE)."""
+NOTE_BYTES = struct.Struct("<I")
+"""The second of them."""
 PAGE = mmap.PAGESIZE
 CACHE_LINE = 64
 PAUSE_SECONDS = 0.0005
@@ -152,7 +156,7 @@ class RingWriter:
             raise ValueError(f"{len(rows)} rows with {described} do not fit into {self._slot_bytes} bytes")
         start = PAGE + slot * self._slot_bytes
         self._memory[start : start + len(note)] = note
-        HEADER.pack_into(self._memory, _header(slot), TAKEN, len(note))
+        NOTE_BYTES.pack_into(self._memory, _header(slot) + HEADER.size - NOTE_BYTES.size, len(note))
         copies = [
             torch.frombuffer(self._memory, dtype=t.dtype, count=t.numel(), offset=start + place).view(t.shape)
             for place, t in zip(places, tensors, strict=True)
@@ -171,7 +175,11 @@ class RingWriter:
         self._announcer.submit(self._announce, slot, copied)
 
     def _announce(self, slot: int, copied: torch.cuda.Event) -> None:
-        copied.synchronize()
+        try:
+            copied.synchronize()
+        except BaseException:  # nobody waits for this thread, and the reader would wait for the slot for ever
+            traceback.print_exc()
+            os._exit(1)
         self._memory[_header(slot)] = WRITTEN
 
 
