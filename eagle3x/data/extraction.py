@@ -27,8 +27,8 @@ PEEK_TOKENS = 16
 def make(run: StageRun) -> dict[str, Any]:
     """Write `train/`, `val/` and `eval/` below `run.work`, going on where a killed attempt stopped.
 
-    The capture probe runs first: EagleError, with nothing written, if the engine's states are not those of the
-    boundaries asked for. Train samples in which the target wrote nothing (an empty loss mask) are left out and counted.
+    The capture probe runs before any state of the engine is written: EagleError if they are not those of the boundaries
+    asked for. Train samples in which the target wrote nothing (an empty loss mask) are left out and counted.
     With `hidden_states.from` the train split comes from that dump, once the dump was probed.
     """
     from eagle3x.diagnosis.probe import probe_capture
@@ -54,7 +54,7 @@ def make(run: StageRun) -> dict[str, Any]:
         if not verdict.matched:
             raise EagleError(
                 f"{slot.backend.name} does not capture boundaries {list(boundaries)} of {target.name}:"
-                f" {verdict.describe()}. Nothing was written."
+                f" {verdict.describe()}. Nothing of it was written."
             )
         spec = _spec(engine, kept, boundaries, target.hidden_size, run.cfg.capture.dtype)
         writers = {split: ShardWriter(run.work / split, spec, tokens_per_shard(spec)) for split in splits}
