@@ -33,7 +33,7 @@ class Loader:
         return batches if self.device.type == "cpu" else self._sent_ahead(batches)
 
     def _read_ahead(self) -> Iterator[Packed]:
-        """In order, with no more than one finished batch a thread waiting."""
+        """In order, with two batches a thread on their way."""
         waiting: deque[Future[Packed]] = deque()
         with ThreadPoolExecutor(self.threads, thread_name_prefix="loader") as pool:
             try:
