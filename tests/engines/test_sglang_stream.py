@@ -136,6 +136,7 @@ def test_a_way_to_speculate_that_is_none_of_ours() -> None:
     info: dict[str, Any] = dict.fromkeys(names, None) | {
         "speculative_algorithm": "NGRAM", "speculative_num_steps": None, "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 12,
+        "internal_states": [{"kv_cache_dtype": "auto", "effective_max_running_requests_per_dp": 8}],
     }  # fmt: skip
     with pytest.raises(EagleError, match=r"speculates by NGRAM with speculative_num_steps=None.*no chain and no tree"):
         read(info)
