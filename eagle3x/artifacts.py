@@ -33,7 +33,6 @@ from eagle3x.identity import digest, identity_of
 from eagle3x.manifest import SCHEMA_VERSION, Manifest, facts_of, masked, plain, sync_directory
 from eagle3x.payload import (
     MANIFEST,
-    content_fault,
     damaged,
     is_no_room,
     last_change,
@@ -394,13 +393,6 @@ class Store:
 
     def _dropped(self, stage: str, key: str) -> Path:
         return self.root / stage / f"{key}.dropped.json"
-
-
-def verify(artifact: Artifact) -> None:
-    """Read every file again and compare its SHA-256. EagleError names the first one that is not what was written."""
-    fault = content_fault(artifact.path, artifact.manifest)
-    if fault is not None:
-        raise damaged(artifact.stage, artifact.key, fault)
 
 
 def _now() -> str:

@@ -8,9 +8,13 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagle3x.manifest import FileRecord, Manifest, sync_directory
 from eagle3x.types import EagleError
+
+if TYPE_CHECKING:
+    from eagle3x.artifacts import Artifact
 
 MANIFEST = "manifest.json"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -103,6 +107,13 @@ def damaged(stage: str, key: str, fault: str) -> EagleError:
         f"{stage} {key} is damaged: {fault}. To make it again, drop it and run the same command:"
         f" python -m eagle3x command=artifacts action=drop 'keys=[\"{key}\"]'"
     )
+
+
+def verify(artifact: Artifact) -> None:
+    """Read every file again and compare its SHA-256. EagleError names the first one that is not what was written."""
+    fault = content_fault(artifact.path, artifact.manifest)
+    if fault is not None:
+        raise damaged(artifact.stage, artifact.key, fault)
 
 
 def show_bytes(count: int) -> str:

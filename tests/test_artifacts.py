@@ -15,9 +15,10 @@ from typing import Annotated, Any
 
 import pytest
 
-from eagle3x.artifacts import Artifact, ArtifactSpec, Store, verify
+from eagle3x.artifacts import Artifact, ArtifactSpec, Store
 from eagle3x.identity import PLACEMENT
 from eagle3x.manifest import MASKED
+from eagle3x.payload import verify
 from eagle3x.types import ConfigError, EagleError
 
 IDENTITY = {"seed": 1, "data": {"val_fraction": 0.1, "source": "builtin"}}

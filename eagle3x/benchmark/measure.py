@@ -228,12 +228,12 @@ def _replay_pass(run: StageRun, engine: Engine, export: Export, asked: Mapping[s
     k, file = run.cfg.speculation.num_speculative_tokens, run.work / REPLAY
     done = {line["id"] for line in read_lines(file)}
     texts = {line["id"]: line for line in read_lines(run.work / TEXTS)}
-    todo = [record for record in _served(run) if record.id not in done]
-    if not todo:
+    waiting = [record for record in _served(run) if record.id not in done]
+    if not waiting:
         return
     drafter = load(export.directory, run.target).eval().requires_grad_(False)
     union = sorted({b for boundaries in asked.values() for b in boundaries})
-    parts = [todo[i : i + REPLAYED_TOGETHER] for i in range(0, len(todo), REPLAYED_TOGETHER)]
+    parts = [waiting[i : i + REPLAYED_TOGETHER] for i in range(0, len(waiting), REPLAYED_TOGETHER)]
     for part in track(parts, "replay", len(parts)):
         samples = [
             TokenSample(r.id, (*texts[r.id]["prompt_ids"], *r.completion.token_ids, *texts[r.id]["further"]))

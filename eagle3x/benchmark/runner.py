@@ -61,8 +61,8 @@ def acceptance_pass(
     """
     done = read_batches(file)
     known = {record.id for record in requests(done)}
-    todo = [r for r in work.requests if r.id not in known]
-    if not todo:
+    waiting = [r for r in work.requests if r.id not in known]
+    if not waiting:
         return done
     k = num_speculative_tokens
     with serve() as endpoint:
@@ -71,7 +71,7 @@ def acceptance_pass(
         single = k is not None and not endpoint.per_request_counters
         slots = 1 if single else concurrency
         size = 1 if single else concurrency * BATCHES_PER_SLOT
-        parts = [todo[i : i + size] for i in range(0, len(todo), size)]
+        parts = [waiting[i : i + size] for i in range(0, len(waiting), size)]
         _warm_up(endpoint, work, slots, k)
         for number, part in enumerate(track(parts, title, len(parts)), len(done)):
             batch = _measure(endpoint, part, work.categories, Leg(number, k is not None, slots), k)
@@ -109,10 +109,10 @@ def timing_pass(
         raise ValueError("the timing pass needs requests of fixed length")
     done = read_batches(file)
     finished = {batch.number for batch in done}
-    todo = [leg for leg in legs if leg.number not in finished]
+    waiting = [leg for leg in legs if leg.number not in finished]
     opened: dict[bool, Endpoint] = {}
     with ExitStack() as both, ExitStack() as alone:
-        for leg in track(todo, title, len(todo)):
+        for leg in track(waiting, title, len(waiting)):
             k = num_speculative_tokens if leg.drafter else None
             if leg.drafter not in opened:
                 if not serve_both:

@@ -17,7 +17,8 @@ from typing import Any
 
 from pieces import check_whole, made_pieces, maker, spec
 
-from eagle3x.artifacts import Store, verify
+from eagle3x.artifacts import Store
+from eagle3x.payload import verify
 from eagle3x.provenance import git_revision, host, package_versions
 
 STEPS = ("mkdir", "rename", "replace", "link", "unlink", "rmdir", "fsync")

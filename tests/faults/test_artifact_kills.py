@@ -13,7 +13,8 @@ import pieces
 import pytest
 from pieces import PIECES, check_whole, made_pieces, maker, spec
 
-from eagle3x.artifacts import Store, verify
+from eagle3x.artifacts import Store
+from eagle3x.payload import verify
 
 HERE = Path(__file__).parent
 KILLS = 20
