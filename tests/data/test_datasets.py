@@ -48,7 +48,7 @@ def test_columns_give_our_keys(tmp_path: Path) -> None:
     sources.check(data)
     records = sources.read(data)
     assert [r.messages for r in records] == [(Message("user", row["question"]),) for row in GSM8K]
-    assert records[2].where == f"{tmp_path}/gsm8k:3"
+    assert records[2].where == f"{tmp_path}/gsm8k test:3"
     assert {r.split for r in records} == {None}  # a dataset's split is not ours
 
     (record,) = sources.read(
@@ -118,7 +118,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"d cannot be read: .*train"):
         sources.read(hf(path, columns={"prompt": "question"}, split="train"))
     numbers = folder(tmp_path / "numbers", [{"prompt": 3}])
-    with pytest.raises(ConfigError, match=r"numbers:1: prompt is a JSON number; a text is right"):
+    with pytest.raises(ConfigError, match=r"numbers test:1: prompt is a JSON number; a text is right"):
         sources.read(hf(numbers))
     with pytest.raises(ConfigError, match="no such directory"):
         sources.check(hf(tmp_path / "nowhere"))
