@@ -1,0 +1,57 @@
+"""Greedy text with the states of more boundaries than a drafter reads: replay, finder and drift take what they need.
+
+Shapes: T tokens of one text, B boundaries captured, H hidden size of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eagle3x.diagnosis.replay import ReplaySample
+from eagle3x.types import LastNorm, TokenSample
+
+if TYPE_CHECKING:
+    from eagle3x.engines.base import Engine
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a target wrote at temperature 0: prompt, response with its stop, and how it goes on past that."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class CapturedText:
+    """A text with its states. aux: [T, B*H] at ascending `boundaries`; last: [T, H], on which side of the final norm."""
+
+    text: Text
+    boundaries: tuple[int, ...]
+    aux: Tensor
+    last: Tensor
+    last_norm: LastNorm
+
+    def at(self, boundary: int) -> Tensor:
+        """[T, H]."""
+        return self.aux.chunk(len(self.boundaries), dim=-1)[self.boundaries.index(boundary)]
+
+    def fed(self, boundaries: Sequence[int]) -> ReplaySample:
+        """For a drafter that is fed `boundaries`, in this order."""
+        aux = torch.cat([self.at(b) for b in boundaries], dim=-1)
+        text = self.text
+        return ReplaySample(text.id, torch.tensor(text.token_ids), aux, text.prompt_tokens, text.response_tokens)
+
+
+def captured(engine: Engine, texts: Sequence[Text], boundaries: Sequence[int]) -> Iterator[CapturedText]:
+    """The states of `texts` at ascending `boundaries`, as the engine hands them over."""
+    by_id = {text.id: text for text in texts}
+    for states in engine.capture([TokenSample(t.id, t.token_ids) for t in texts], boundaries):
+        yield CapturedText(by_id[states.id], tuple(boundaries), states.aux, states.last, states.last_norm)
