@@ -31,7 +31,7 @@ class Text:
 
 @dataclass(frozen=True)
 class CapturedText:
-    """A text with its states. aux: [T, B*H] at ascending `boundaries`; last: [T, H], on which side of the final norm."""
+    """A text with its states. aux: [T, B*H] at ascending `boundaries`; last: [T, H], before or after the final norm."""
 
     text: Text
     boundaries: tuple[int, ...]
