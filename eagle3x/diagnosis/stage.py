@@ -177,17 +177,21 @@ def _plain(
 ) -> tuple[dict[str, tuple[SpecCounters, ...]], Replays]:
     """Replays on the extracting engine's states: of the eval text, and of the served text."""
     cfg, k = run.cfg, run.cfg.speculation.num_speculative_tokens
-    slot = run.slot("extract")
-    first = [
-        Condition(name, drafter, claimed)
-        for name, drafter in (("trained", loaded.trained), ("exported", loaded.served))
-        if drafter is not None
-    ]
-    with _open(run, slot, (*texts, *(served.texts if served else ()))) as engine:
+    kept_alike = loaded.trained is not None and loaded.served is not None and not loaded.changes
+    first = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
+    if loaded.served is not None and not kept_alike:
+        first.append(Condition("exported", loaded.served, claimed))
+    with _open(run, run.slot("extract"), (*texts, *(served.texts if served else ()))) as engine:
         on_eval = replay_all(engine, texts, first, k, "ladder: eval text", cfg.diagnose.finder_prompts)
         counters = dict(on_eval.counters)
+        if kept_alike:  # the same weights, read the same way
+            counters["exported"] = counters["trained"]
         if served is not None and loaded.served is not None:
-            conditions = [Condition("responses", loaded.served, claimed)]
+            conditions = []
+            if served.texts == texts:
+                counters["responses"] = counters["exported"]
+            else:
+                conditions.append(Condition("responses", loaded.served, claimed))
             if (shifted := _shifted(run, claimed, fed)) is not None:
                 conditions.append(Condition("shifted_plain", loaded.served, shifted))
             counters |= replay_all(engine, served.texts, conditions, k, "ladder: served text").counters
