@@ -108,13 +108,13 @@ FAULTS = {
     "random embedding": Fault(("random_embedding",), other_embedding),
     "d2t one row on": Fault(("d2t_shifted",), shift_rows),
     "no d2t": Fault(("d2t_missing",), drop("d2t")),
-    "no d2t, no t2d": Fault(("d2t_missing",), drop("d2t", "t2d")),
+    "no d2t; no t2d": Fault(("d2t_missing",), drop("d2t", "t2d")),
     "d2t of other tokens": Fault(("stale_vocabulary",), other_vocabulary),
     "rope_theta 10000": Fault(("rope_base",), arch=lambda _: {"rope_theta": 10_000.0}),
     "rope_theta 100": Fault(("rope_base",), arch=lambda _: {"rope_theta": 100.0}),
     "columns and d2t": Fault(("columns_swapped", "d2t_shifted"), both(swap_columns, shift_rows)),
     "norm and ids": Fault(("norm_variant", "offset_training"), arch=flipped("norm_before_residual"), off=(2, 2, 2)),
-    "norm, columns and d2t": Fault(
+    "norm; columns and d2t": Fault(
         ("columns_swapped", "d2t_shifted", "norm_variant"), both(swap_columns, shift_rows),
         flipped("norm_before_residual"),
     ),

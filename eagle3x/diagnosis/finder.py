@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
@@ -26,6 +27,7 @@ from eagle3x.diagnosis.captured_text import CapturedText
 from eagle3x.diagnosis.found import Found, Named, Tried, Untold
 from eagle3x.diagnosis.hypotheses import Hypothesis, Kind, Reading, hypotheses, offset, offsets, readable, usual_choices
 from eagle3x.diagnosis.reading_bench import Bench, Gain
+from eagle3x.diagnosis.vocabulary_maps import VocabularyKind
 from eagle3x.drafters.checkpoint import EMBEDDING, UNRELATED, Published
 from eagle3x.targets import Target
 from eagle3x.types import EagleError, SpecCounters
@@ -158,7 +160,7 @@ class _Search:
                 if best.expected < self.bench.expected(reading) + PROMISING:
                     break
             assert best.counters is not None, "the quick figure's first is a finalist"
-            others = [c for c in _ranked(candidates) if c.hypothesis.kind != best.hypothesis.kind]
+            others = [c for c in _ranked(candidates) if _about(c.hypothesis) != _about(best.hypothesis)]
             taken.append(_Taken(best.hypothesis, others[0].hypothesis if others else None))
             reading, now = reading.under(best.hypothesis), best.counters
         return taken, first
@@ -203,10 +205,10 @@ class _Search:
             taken = [t for t in taken if t is not spare[-1]]  # the last one taken was seen with all others in place
         else:
             return [], []
-        kinds = {t.hypothesis.kind for t in taken}
+        about = {_about(t.hypothesis) for t in taken}
         named, untold = [], []
         for i, (one, gain) in enumerate(zip(taken, gains, strict=True)):
-            if one.rival is not None and one.rival.kind not in kinds:
+            if one.rival is not None and _about(one.rival) not in about:
                 replaced = [t.hypothesis for t in taken[:i]] + [one.rival] + [t.hypothesis for t in taken[i + 1 :]]
                 rival = self.bench.gain(full, self.bench.counters(_under(start, replaced)))
                 if rival.difference.value <= 0 or rival.p_value >= ALPHA:
@@ -238,6 +240,11 @@ class _Search:
         if c.counters is None or c.gain is None:
             return Tried(c.hypothesis, c.expected, None, None, None)
         return Tried(c.hypothesis, c.expected, self.bench.tau(c.counters).value, c.gain.difference, c.p_adjusted)
+
+
+def _about(hypothesis: Hypothesis) -> str:
+    """Its kind; maps of the vocabulary, which may differ in rows that are never drafted, are one."""
+    return "vocabulary" if hypothesis.kind in get_args(VocabularyKind) else hypothesis.kind
 
 
 def _shown(gain: Gain, p_adjusted: float, tau: float) -> bool:

@@ -63,7 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     )  # fmt: skip
     slot = Slot("extract", backend, Quantization("none"), Attention("auto"))
     texts = [
-        Text(str(i), (5, 30, 3 + 4 * i) + known.text((3 + 4 * i,), 13 + 3), 3, 13) for i in range(TEXTS)
+        Text(str(i), (5, 30, 3 + 4 * i, *known.text((3 + 4 * i,), 13 + 3)), 3, 13) for i in range(TEXTS)
     ]  # each starts elsewhere on the cycle
     cpu = Hardware(device="cpu", threads=None, devices=None)
     with adapter("transformers").open(slot, target, cpu, Job(64, Path("logs"))) as engine:
@@ -307,9 +307,7 @@ def test_states_that_were_normed_in_training(tiny_target: Target) -> None:
 def test_norms_that_the_config_does_not_name(tiny_target: Target) -> None:
     """Their weights lie in the checkpoint, which the strict loader refuses for them."""
     drafter = random_drafter(3, tiny_target, fc_norm=True)
-    found = find(
-        replace(published_of(drafter), arch=ARCH), tiny_target, self_written(drafter, 3), RIGHT, 1, BOOTSTRAP
-    )
+    found = find(replace(published_of(drafter), arch=ARCH), tiny_target, self_written(drafter, 3), RIGHT, 1, BOOTSTRAP)
     assert named(found) == ["norm_variant"]
     assert found.named[0].hypothesis.arch == {"fc_norm": True}
     assert torch.equal(found.named[0].hypothesis.tensors[norm_name(2)], drafter.state_dict()[norm_name(2)])  # type: ignore[arg-type]
