@@ -23,6 +23,7 @@ from eagle3x.benchmark.measure import reference_slot, spread
 from eagle3x.benchmark.statistics import Bootstrap
 from eagle3x.data.records import read_responses
 from eagle3x.diagnosis.captured_text import Text, captured
+from eagle3x.diagnosis.evidence import finder_causes
 from eagle3x.diagnosis.finder import find
 from eagle3x.diagnosis.hypotheses import FC, boundaries_needed
 from eagle3x.drafters.checkpoint import EMBEDDING, HEAD, Published, read
@@ -69,12 +70,22 @@ def other_vocabulary(tensors: dict[str, Tensor]) -> None:
 
 def drop(*names: str) -> Callable[[dict[str, Tensor]], None]:
     """Without these tensors."""
-    return lambda tensors: [tensors.pop(name) for name in names] and None
+
+    def dropped(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            tensors.pop(name)
+
+    return dropped
 
 
 def both(*changes: Callable[[dict[str, Tensor]], None]) -> Callable[[dict[str, Tensor]], None]:
     """One after the other."""
-    return lambda tensors: [change(tensors) for change in changes] and None
+
+    def changed(tensors: dict[str, Tensor]) -> None:
+        for change in changes:
+            change(tensors)
+
+    return changed
 
 
 def other_drafter(tensors: dict[str, Tensor]) -> None:
@@ -154,7 +165,7 @@ def main(drafter: Path, responses: Path, prompts: int, only: list[str], override
         claimed = None if fault.off is None else tuple(b + d for b, d in zip(right, fault.off, strict=True))
         found = find(planted(good, fault), target, states, claimed, k, bootstrap)
         seconds = time.monotonic() - began
-        kinds = tuple(sorted(str(cause["kind"]) for cause in found.causes()))
+        kinds = tuple(sorted(cause.kind for cause in finder_causes(found)))
         gains = "; ".join(f"{n.gain.value:+.3f} ({n.gain.low:+.3f} to {n.gain.high:+.3f})" for n in found.named)
         p = "; ".join(f"{n.p_adjusted:.3f}" for n in found.named)
         verdict = "yes" if kinds == fault.expected else "no"

@@ -93,24 +93,6 @@ class Found:
             return f"best at boundaries {listed}{more}: tau {self.tau.value:.3f}; nothing else helps ({of})"
         return f"none of {of} is shown to be better than what its config says, tau {self.tau.value:.3f}"
 
-    def causes(self) -> list[dict[str, Any]]:
-        """As the diagnosis lists them."""
-        found = [
-            {
-                "kind": named.hypothesis.kind,
-                "rung": "exported",
-                "sentence": named.hypothesis.sentence,
-                "repair": named.hypothesis.repair,
-                "lost": asdict(named.gain),
-            }
-            for named in self.named
-        ]
-        if self.other_target:
-            repair = "use a drafter that was trained for this target, or train one"
-            found.append({"kind": "other_target", "rung": "exported", "sentence": self.sentence, "repair": repair,
-                          "lost": None})  # fmt: skip
-        return found
-
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""
 

@@ -16,6 +16,7 @@ from eagle3x.benchmark.statistics import Bootstrap
 from eagle3x.config import Hardware, TargetConfig
 from eagle3x.diagnosis import known_answer
 from eagle3x.diagnosis.captured_text import CapturedText, Text, captured
+from eagle3x.diagnosis.evidence import finder_causes
 from eagle3x.diagnosis.finder import find
 from eagle3x.diagnosis.found import Found
 from eagle3x.diagnosis.hypotheses import FC, boundaries_needed, norm_name
@@ -98,7 +99,7 @@ def test_healthy(pair: Pair) -> None:
     assert not found.clear
     assert not found.untold
     assert not found.other_target
-    assert found.causes() == []
+    assert finder_causes(found) == ()
     assert max(t.tau for t in found.tried if t.tau is not None) <= K + 1
 
 
@@ -146,7 +147,9 @@ def test_one_fault(pair: Pair, fault: str) -> None:
     assert named(found) == [kind]
     assert found.tau.value == tau
     assert found.tau_named.value == K + 1
-    assert found.causes()[0]["lost"]["value"] == pytest.approx(K + 1 - tau)
+    lost = finder_causes(found)[0].lost
+    assert lost is not None
+    assert lost.value == pytest.approx(tau - K - 1)
 
 
 def test_stale_vocabulary(pair: Pair) -> None:
@@ -334,7 +337,7 @@ def test_a_drafter_of_another_target(tiny_target: Target) -> None:
     texts = self_written(drafter, 5, noise=1.0)
     found = find(published_of(drafter, **{EMBEDDING: torch.randn(128, 32)}), tiny_target, texts, RIGHT, 1, BOOTSTRAP)
     assert found.other_target
-    assert [cause["kind"] for cause in found.causes()] == ["other_target"]
+    assert [cause.kind for cause in finder_causes(found)] == ["other_target"]
     assert "another target" in found.sentence
     related = tiny_target.head()[IDS]
     found = find(published_of(drafter, **{HEAD: related}), tiny_target, texts, RIGHT, 1, BOOTSTRAP)
