@@ -67,6 +67,7 @@ STAGES = {
         ("target", "serve", "benchmark", "speculation", "hardware", "seed"),
         ("capture", "sampling"),
         "eagle3x.benchmark.measure:make",
+        version=2,
     ),
 }
 

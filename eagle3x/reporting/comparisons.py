@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eagle3x.benchmark.statistics import Bootstrap, compare_tau, holm
+from eagle3x.benchmark.bootstrap import Bootstrap
+from eagle3x.benchmark.statistics import compare_tau, holm
 from eagle3x.config import Config
+from eagle3x.data.turns import conversations
 from eagle3x.progress import log
 from eagle3x.reporting.acceptance import Request, read_requests
 from eagle3x.reporting.cell import Cell
@@ -60,8 +62,9 @@ def compare_cells(cells: Sequence[Cell]) -> list[PairedDifference]:
             continue
         own, other = requests[pair.cell], requests[pair.baseline]
         common = [r for r in own if r in other]
-        if len(common) < FEWEST_PROMPTS:
-            log(f"{cells[pair.cell].name} and {cells[pair.baseline].name} share {len(common)} prompts: not compared")
+        shared = len(set(conversations(common)))
+        if shared < FEWEST_PROMPTS:
+            log(f"{cells[pair.cell].name} and {cells[pair.baseline].name} share {shared} prompts: not compared")
             continue
         found.append(_compare(cells, pair, [own[r] for r in common], [other[r] for r in common]))
     adjusted = holm([p.p_value for p in found])
@@ -87,7 +90,7 @@ def _compare(cells: Sequence[Cell], pair: Pair, own: Sequence[Request], other: S
         cell=cell.name,
         baseline=baseline.name,
         swept=pair.swept,
-        prompts=len(own),
+        prompts=served.prompts,
         difference=served.difference,
         replay_difference=predicted,
         detectable=served.detectable,

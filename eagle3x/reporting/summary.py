@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting.cell import Cell
 from eagle3x.reporting.confounders import Confounder
 from eagle3x.reporting.curves import Curves, read_curves

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting.summary import CellSummary, Measurement, Summary
 from eagle3x.reporting.words import MINUS, NONE, count, figure, minus, numbers, percent, seconds, times
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting import report
 from eagle3x.reporting.headline import headline
 from eagle3x.reporting.summary import CellSummary, Measurement, SpeedUp

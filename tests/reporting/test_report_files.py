@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting import report
 from eagle3x.reporting.curves import Curves
 from eagle3x.reporting.figures import acceptance_figures
