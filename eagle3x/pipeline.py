@@ -129,7 +129,7 @@ def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store:
     for name in plan(goal, cfg):
         stage = declared(name, cfg)
         inputs = {parent: made[parent] for parent in needs(name, cfg)}
-        spec = ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
+        spec = _spec(name, cfg, target, inputs, snapshot)
         view = View.of(cfg, (*stage.identity, *stage.placement), name)
         made[name] = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots))
         if "target" in spec.identity:  # whatever lies under this key: a copied folder may be another target's
@@ -137,6 +137,25 @@ def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store:
             require_same(made[name].manifest.identity["target"], spec.identity["target"], what)
         log(f"{name}: {'reused' if made[name].reused else 'made'} {made[name].key}")
         yield made[name]
+
+
+def finished(goal: str, cfg: Config, target: Target, store: Store) -> dict[str, Artifact]:
+    """What is in the store of the stages up to `goal`: all of them, or those before the first that is not there."""
+    found: dict[str, Artifact] = {}
+    for name in plan(goal, cfg):
+        inputs = {parent: found[parent] for parent in needs(name, cfg)}
+        artifact = store.lookup(_spec(name, cfg, target, inputs, {}))
+        if artifact is None:
+            break
+        found[name] = artifact
+    return found
+
+
+def _spec(
+    name: str, cfg: Config, target: Target, inputs: Mapping[str, Artifact], snapshot: dict[str, Any]
+) -> ArtifactSpec:
+    stage = declared(name, cfg)
+    return ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
 
 
 def _make(

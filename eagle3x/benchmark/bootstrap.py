@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import pi, sqrt
+from math import inf, pi, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -134,14 +134,20 @@ class Resampled:
         return Interval(self.value, float(low), float(high))
 
     def p_value(self) -> float:
-        """Two-sided, of 0: 1 - the confidence at which the interval would end at 0."""
-        if not self.figures.any():
+        """Two-sided, of 0: 1 - the confidence at which the interval would end at 0.
+
+        No resample reaches far beyond the 1 / resamples tail: there it is Student's t of the figure.
+        """
+        if self.value == 0:
             return 1.0
         n = len(self.figures)
-        below = (np.sum(self.figures < 0) + np.sum(self.figures <= 0)) / 2
+        below = np.sum(self.figures < 0) if self.value < 0 else np.sum(self.figures <= 0)  # 0 speaks for 0
         z = NORMAL.inv_cdf(float(np.clip(below, 0.5, n - 0.5)) / n) - self.bias
         z = z / max(1 + self.acceleration * z, 1e-6) - self.bias
-        return float(2 * (1 - student_cdf(abs(z) / self.widening, self.freedom)))
+        t = abs(z) / self.widening
+        if below in (0, n):
+            t = max(t, abs(self.value) / self.error) if self.error else inf
+        return float(2 * (1 - student_cdf(t, self.freedom)))
 
 
 def resampled(
