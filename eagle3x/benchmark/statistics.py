@@ -71,7 +71,8 @@ def tau_of_sums(sums: Array) -> Array:
     return 1 + sums[..., 0] / sums[..., 1]
 
 
-def _tau_difference(sums: Array) -> Array:
+def tau_difference(sums: Array) -> Array:
+    """Difference of the acceptance lengths of sums (A, V, A, V) [..., 4]."""
     return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
 
 
@@ -146,7 +147,7 @@ def compare_tau(
     `of_interest`: the difference for which the verdict says how many prompts it takes; default: the one seen.
     """
     sums = cluster_sums(np.hstack([tau_columns(a), tau_columns(b)]), prompts)
-    return compare(sums, _tau_difference, bootstrap, of_interest)
+    return compare(sums, tau_difference, bootstrap, of_interest)
 
 
 def compare(sums: Array, statistic: Statistic, bootstrap: Bootstrap, of_interest: float | None = None) -> Comparison:
@@ -208,7 +209,7 @@ def agreement(
     differing = tuple(i for i in range(n) if _walk(served[i]) != _walk(replayed[i]))
     identical = n - len(differing)
     sums = cluster_sums(np.hstack([tau_columns(served), tau_columns(replayed)]), prompts)
-    difference = interval(sums, _tau_difference, bootstrap)
+    difference = interval(sums, tau_difference, bootstrap)
     said = f"served - replayed = {difference.value:+.4f} ({difference.low:+.4f} to {difference.high:+.4f})"
 
     def result(verdict: Literal["agree", "differ", "cannot tell"], sentence: str, m: int | None = None) -> Agreement:

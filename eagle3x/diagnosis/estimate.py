@@ -127,7 +127,11 @@ def costs_of_times(batch: int, plain_step: float, verify_step: float, draft_step
     verify_step: of k + 1 tokens, taken to be the same for every k, as it is while memory bounds the step.
     """
     costs = [(k, (verify_step + k * draft_step) / plain_step) for k in range(1, longest + 1)]
-    return StepCosts(batch, tuple((k, Interval(c, c, c)) for k, c in costs), "step times given")
+    return StepCosts(
+        batch,
+        tuple((k, Interval(c, c, c)) for k, c in costs),
+        "step times given; a verify step is taken to cost the same at every k",
+    )
 
 
 def measured_cost(tau: float, decode_speedup: Interval) -> Interval:
