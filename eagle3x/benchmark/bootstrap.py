@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf, pi, sqrt
 from statistics import NormalDist
 
@@ -110,12 +110,12 @@ class Resampled:
     freedom: float
     widening: float
 
-    @property
+    @cached_property
     def error(self) -> float:
         """Standard error."""
         return float(self.figures.std()) * self.widening
 
-    @property
+    @cached_property
     def bias(self) -> float:
         """How far the figure is from the median of its resamples, as a normal quantile."""
         below = (np.mean(self.figures < self.value) + np.mean(self.figures <= self.value)) / 2

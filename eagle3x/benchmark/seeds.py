@@ -132,7 +132,7 @@ def _p_value(found: Resampled, error: float, seeds: int) -> float:
     if error == 0:
         return found.p_value()
     inside, outside = 1.0, 0.0  # confidences whose interval holds 0, and does not
-    for _ in range(30):
+    for _ in range(20):
         middle = (inside + outside) / 2
         if _joined(found, error, seeds, middle).contains(0):
             inside = middle

@@ -54,11 +54,14 @@ def first_pairs(overrides: Sequence[Sequence[str]]) -> dict[int, Pair]:
 
 
 def compare_cells(cells: Sequence[Cell]) -> list[PairedDifference]:
-    """Paired differences of all pairs whose cells both have a benchmark; p-values Holm-adjusted over all of them."""
+    """Paired differences of all pairs whose cells both have a benchmark; p-values Holm-adjusted over all of them.
+
+    Cells that differ in their seed alone are no pair: what they say together is pooled (`pooling.py`).
+    """
     requests = {i: read_requests(c.benchmark_dir) for i, c in enumerate(cells) if c.benchmark_dir and c.error is None}
     found: list[PairedDifference] = []
     for pair in pairs([c.overrides for c in cells]):
-        if pair.cell not in requests or pair.baseline not in requests:
+        if pair.swept == ("seed",) or pair.cell not in requests or pair.baseline not in requests:
             continue
         own, other = requests[pair.cell], requests[pair.baseline]
         common = [r for r in own if r in other]
@@ -71,6 +74,12 @@ def compare_cells(cells: Sequence[Cell]) -> list[PairedDifference]:
     return [replace(p, p_holm=value) for p, value in zip(found, adjusted, strict=True)]
 
 
+def bootstrap_of(cell: Cell) -> Bootstrap:
+    """How this cell's intervals are made."""
+    settings = cell.config["benchmark"]
+    return Bootstrap(settings["resamples"], settings["confidence"], cell.config["seed"])
+
+
 def found_confounders(cells: Sequence[Cell], pair: Pair) -> tuple[Confounder, ...]:
     """In what the pair differs beyond what was swept."""
     return tuple(confounders(cells[pair.cell].config, cells[pair.baseline].config, pair.swept, PLACEMENT))
@@ -78,8 +87,7 @@ def found_confounders(cells: Sequence[Cell], pair: Pair) -> tuple[Confounder, ..
 
 def _compare(cells: Sequence[Cell], pair: Pair, own: Sequence[Request], other: Sequence[Request]) -> PairedDifference:
     cell, baseline = cells[pair.cell], cells[pair.baseline]
-    settings = cell.config["benchmark"]
-    bootstrap = Bootstrap(settings["resamples"], settings["confidence"], cell.config["seed"])
+    bootstrap = bootstrap_of(cell)
     prompts = [r.id for r in own]
     served = compare_tau([r.served for r in own], [r.served for r in other], prompts, bootstrap)
     replayed = [(a.replayed, b.replayed) for a, b in zip(own, other, strict=True) if a.replayed and b.replayed]

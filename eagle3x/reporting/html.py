@@ -11,7 +11,8 @@ from markupsafe import Markup
 from eagle3x.reporting.figures import acceptance_figures
 from eagle3x.reporting.run_figures import run_figures
 from eagle3x.reporting.summary import IdenticalOutputs, Measurement, Summary
-from eagle3x.reporting.tables import Tone, all_tables, match, rate
+from eagle3x.reporting.table import Tone
+from eagle3x.reporting.tables import all_tables, match, rate
 from eagle3x.reporting.words import NONE, TIMES, count, figure, numbers, percent, seconds, times
 
 

@@ -18,7 +18,7 @@ def known(cell: Any, **changes: Any) -> CellSummary:
     measured = replace(
         found.measured,
         tau=Interval(1.384, 1.31, 1.46),
-        speedup={} if ratio is None else {"1": SpeedUp(ratio, ratio, 1.36, 6)},
+        speedup={} if ratio is None else {"1": SpeedUp(ratio, ratio, 1.36, 6, found.measured.speedup["1"].rates)},
         replay=replace(found.measured.replay, identical_counters=47),
         **changes,
     )

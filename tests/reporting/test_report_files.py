@@ -196,7 +196,7 @@ def test_nothing_and_everything_accepted_can_be_drawn(make_cell: Any, tau: float
         tau_without_degenerate=None,
         survival=(Interval(share, share, share),) * 3,
         per_category={"chat": flat},
-        speedup={"1": SpeedUp(Interval(1.0, 1.0, 1.0), Interval(1.0, 1.0, 1.0), None, 2)},
+        speedup={"1": SpeedUp(Interval(1.0, 1.0, 1.0), Interval(1.0, 1.0, 1.0), None, 2, measured.speedup["1"].rates)},
         replay=replace(measured.replay, tau=flat, survival=(share,) * 3),
     )
     curves = Curves(((((1, 2.0),)),), (), (), ((0, 1.0),), (), None)
