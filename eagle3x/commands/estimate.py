@@ -24,6 +24,7 @@ from eagle3x.diagnosis.estimate import (
     measured_cost,
     taus_of_survival,
 )
+from eagle3x.pipeline import STAGES
 from eagle3x.reporting.words import figure, times
 from eagle3x.types import ConfigError
 
@@ -65,7 +66,7 @@ def show(found: Estimate, origin: str, console: Console) -> None:
     said += [f"{text[0].upper()}{text[1:]}." for text in ASSUMPTIONS]
     for batch, k in found.best.items():
         advice = f"{k} drafts a step are best" if k else "no number of drafts is worth a drafter"
-        said.append(f"At batch {batch} {advice}.")
+        said.append(f"At batch {batch}: {advice}.")
     for line in said:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -77,7 +78,8 @@ def measured_costs(store: Store, identity: dict[str, Any]) -> list[StepCosts]:
     """
     found: dict[int, dict[int, tuple[Interval, str]]] = {}
     for artifact in store.complete("benchmark"):
-        if any(artifact.manifest.identity[node] != value for node, value in identity.items()):
+        made = artifact.manifest
+        if made.version != STAGES["benchmark"].version or any(made.identity[n] != v for n, v in identity.items()):
             continue
         cell = json.loads((artifact.path / "cell.json").read_text(encoding="utf-8"))
         for batch, timed in (cell["speedup"] or {}).items():
