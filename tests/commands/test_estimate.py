@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,25 @@ HERE = {"target": {"weights": "t"}, "serve": {"engine": "vllm"}, "hardware": {"d
 BY_HAND = ("plain_step_ms=10", "verify_step_ms=12", "draft_step_ms=1")
 
 
-def cell(*overrides: str) -> Any:
-    (found,) = composition.cells(["command=estimate", *overrides], False)
+@pytest.fixture(scope="module")
+def cell() -> composition.Cell:
+    """By hand, with survival, in a store and for a target that are nowhere."""
+    survival = "survival=[0.6,0.3,0.1]"
+    (found,) = composition.cells(["command=estimate", survival, *BY_HAND, "batch=4", "artifacts=/nowhere",
+                                  "target.path=/nowhere"], False)  # fmt: skip
     return found
 
 
-def say(*overrides: str) -> list[str]:
+def args(cell: composition.Cell, **changes: Any) -> EstimateArgs:
+    assert isinstance(cell.command, EstimateArgs)
+    return replace(cell.command, **changes)
+
+
+def test_by_hand_nothing_is_looked_up(cell: composition.Cell) -> None:
     out = io.StringIO()
-    found = cell(*overrides)
-    assert isinstance(found.command, EstimateArgs)
-    estimate.run(found.command, found.config, Console(file=out, width=100))
-    return [line.strip() for line in out.getvalue().splitlines()]
-
-
-def test_by_hand_nothing_is_looked_up() -> None:
-    lines = say("survival=[0.6,0.3,0.1]", *BY_HAND, "batch=4", "artifacts=/nowhere", "target.path=/nowhere")
-    rows = [line.split() for line in lines if line[:1].isdigit()]
-    assert rows == [
+    estimate.run(args(cell), cell.config, Console(file=out, width=100))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert [line.split() for line in lines if line[:1].isdigit()] == [
         ["1", "4", "1.60", "1.30", "1.23" + TIMES, "yes"],
         ["2", "4", "1.90", "1.40", "1.36" + TIMES, "yes,", "the", "best"],
         ["3", "4", "2.00", "1.50", "1.33" + TIMES, "yes"],
@@ -46,20 +49,23 @@ def test_by_hand_nothing_is_looked_up() -> None:
     assert "At batch 4: 2 drafts a step are best." in lines
 
 
+@pytest.mark.parametrize("survival", [(0.3, 0.6), (), (1.5,)])
+def test_what_is_no_survival_is_bad_input(cell: composition.Cell, survival: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="survival: survival is shares of 0 to 1"):
+        estimate.run(args(cell, survival=survival), cell.config, Console(file=io.StringIO()))
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("changes", "message"),
     [
-        (("survival=[0.3,0.6]", *BY_HAND), "survival: survival is shares"),
-        (("survival=[]", *BY_HAND), "survival: survival is shares"),
-        (("plain_step_ms=10",), "give plain_step_ms, verify_step_ms and draft_step_ms, or none"),
-        (("survival=[0.5]", "plain_step_ms=0", *BY_HAND[1:]), "more than 0 ms"),
-        (("longest=0",), "batch and longest must be at least 1"),
-        (("survival=high",), "survival"),
+        ({"plain_step_ms": None}, "give plain_step_ms, verify_step_ms and draft_step_ms, or none"),
+        ({"draft_step_ms": 0.0}, "more than 0 ms"),
+        ({"longest": 0}, "batch and longest must be at least 1"),
     ],
 )
-def test_bad_input_is_refused(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        say(*overrides)
+def test_what_no_step_can_take(cell: composition.Cell, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        args(cell, **changes)
 
 
 def timed(store: Store, k: int, decode: float, tau: float | None = 1.5, topk: int = 1, **identity: Any) -> str:
