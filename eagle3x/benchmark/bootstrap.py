@@ -144,7 +144,7 @@ class Resampled:
         below = np.sum(self.figures < 0) if self.value < 0 else np.sum(self.figures <= 0)  # 0 speaks for 0
         z = NORMAL.inv_cdf(float(np.clip(below, 0.5, n - 0.5)) / n) - self.bias
         z = z / max(1 + self.acceleration * z, 1e-6) - self.bias
-        t = abs(z) / self.widening
+        t = max(0.0, z if self.value < 0 else -z) / self.widening
         if below in (0, n):
             t = max(t, abs(self.value) / self.error) if self.error else inf
         return float(2 * (1 - student_cdf(t, self.freedom)))
