@@ -6,8 +6,8 @@ import re
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from eagle3x.reporting.entries import Entry, Table
 from eagle3x.reporting.summary import Summary
-from eagle3x.reporting.table import Entry, Table
 from eagle3x.reporting.tables import all_tables
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from eagle3x.reporting.cell import Cell, load_cells, save_cell, without_credentials, write_atomically
 from eagle3x.reporting.comparisons import compare_cells, first_pairs, found_confounders
 from eagle3x.reporting.confounders import short_names
+from eagle3x.reporting.controls import find_controls
 from eagle3x.reporting.headline import headline
 from eagle3x.reporting.html import html_report
 from eagle3x.reporting.markdown import markdown_report
@@ -65,4 +66,5 @@ def summarize(cells: Sequence[Cell], command: str) -> Summary:
         comparisons=tuple(comparisons),
         recipes=tuple(recipes),
         recipe_comparisons=tuple(recipe_comparisons),
+        controls=tuple(find_controls(summaries, comparisons)),
     )

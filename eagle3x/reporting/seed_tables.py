@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from eagle3x.reporting.entries import Entry, Table, p_value, with_interval
 from eagle3x.reporting.summary import Summary
-from eagle3x.reporting.table import Entry, Table, p_value, with_interval
 from eagle3x.reporting.words import MINUS, NONE, figure, minus
 
 

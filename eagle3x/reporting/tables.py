@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle3x.benchmark.bootstrap import Interval
+from eagle3x.reporting.controls import controls_table
+from eagle3x.reporting.diagnosis import diagnosis_tables
+from eagle3x.reporting.entries import Entry, Table, p_value, with_interval
 from eagle3x.reporting.seed_tables import recipe_comparisons_table, recipes_table
 from eagle3x.reporting.summary import CellSummary, Measurement, Summary
-from eagle3x.reporting.table import Entry, Table, p_value, with_interval
 from eagle3x.reporting.words import MINUS, NONE, count, figure, minus, numbers, percent, seconds, times
 
 MOST_ROWS = 40
@@ -19,6 +21,8 @@ MOST_ROWS = 40
 def all_tables(summary: Summary) -> list[Table]:
     """Every table that has rows, in reading order."""
     tables = [
+        controls_table(summary),
+        *diagnosis_tables(summary),
         cells_table(summary),
         recipes_table(summary),
         recipe_comparisons_table(summary),
@@ -239,7 +243,8 @@ def probe_text(probe: dict[str, Any] | None) -> str:
 def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
     m = c.measured
     if m is None:
-        return (Entry(c.label), Entry("failed", "bad"), *(Entry(NONE, "quiet") for _ in range(7)))
+        said = Entry("failed", "bad") if c.status == "failed" else Entry("not served", "quiet")
+        return (Entry(c.label), said, *(Entry(NONE, "quiet") for _ in range(7)))
     replay, same = m.replay, m.identical_outputs
     agreed = Entry("does not apply", "quiet")
     if replay is not None:

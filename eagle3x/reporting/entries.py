@@ -1,4 +1,4 @@
-"""What a table of the report is, and how its entries are written."""
+"""The cells and tables of a report, before they are HTML, Markdown or text."""
 
 from __future__ import annotations
 
