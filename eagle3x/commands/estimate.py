@@ -15,7 +15,6 @@ from eagle3x.benchmark.statistics import tau_interval
 from eagle3x.commands.config import EstimateArgs
 from eagle3x.config import Config
 from eagle3x.diagnosis.estimate import (
-    ASSUMPTIONS,
     Estimate,
     Row,
     StepCosts,
@@ -54,19 +53,19 @@ def run(args: EstimateArgs, cfg: Config, console: Console) -> None:
 
 def show(found: Estimate, origin: str, console: Console) -> None:
     """The table, and what it rests on. origin: where tau is from."""
-    headers = ("drafts", "batch", "τ", "step cost = break-even τ", "speed-up", "pays")
-    table = Table(*headers, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for header in ("k", "batch", "τ", "step cost", "speed-up", "pays"):
+        table.add_column(header, no_wrap=True)
     for row in found.rows:
         best = found.best[row.batch] == row.num_speculative_tokens
         cells = (str(row.num_speculative_tokens), str(row.batch), _figure(row.tau), _cost(row), _times(row.speedup))
-        table.add_row(*cells, f"{row.pays}{', the best' if best else ''}", style="bold" if best else None)
+        table.add_row(*cells, row.pays, style="bold" if best else None)
     console.print(table)
-    said = [f"τ: {origin}."]
+    said = [f"k: drafts a step. τ: {origin}. It breaks even where it is the step cost."]
     said += [f"Step costs at batch {batch}, in plain steps: {source}." for batch, source in found.sources.items()]
-    said += [f"{text[0].upper()}{text[1:]}." for text in ASSUMPTIONS]
+    said += [f"{text[0].upper()}{text[1:]}." for text in found.assumptions]
     for batch, k in found.best.items():
-        advice = f"{k} drafts a step are best" if k else "no number of drafts is worth a drafter"
-        said.append(f"At batch {batch}: {advice}.")
+        said.append(f"At batch {batch}: {'no k is worth a drafter' if k is None else f'k = {k} is best'}.")
     for line in said:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -154,7 +153,7 @@ def _figure(interval: Interval) -> str:
 
 
 def _cost(row: Row) -> str:
-    return f"{_figure(row.step_cost)}{'' if row.cost_measured else ' (on the line)'}"
+    return f"{_figure(row.step_cost)}{'' if row.cost_measured else ' *'}"
 
 
 def _times(interval: Interval) -> str:

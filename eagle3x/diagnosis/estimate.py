@@ -22,12 +22,11 @@ from eagle3x.benchmark.bootstrap import Interval
 
 Pays = Literal["yes", "no", "cannot tell", "never"]
 """never: even k + 1 tokens a step would not pay."""
-ASSUMPTIONS = (
-    "prefill and time to the first token are not in it: this is the decode speed-up",
-    "tau does not depend on the batch (greedy text)",
-    "at a k that was not measured, the cost of a step lies on straight lines through those that were, from a plain"
-    " step at k = 0",
+ALWAYS = (
+    "this is the decode speed-up: prefill and time to the first token are not in it",
+    "greedy text, so that tau does not depend on the batch",
 )
+ON_LINES = "* not measured at this k: on straight lines through those that were, from a plain step at k = 0"
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,18 @@ class Estimate:
     best: dict[int, int | None]
     sources: dict[int, str]
 
+    @property
+    def assumptions(self) -> list[str]:
+        """What the figures rest on besides tau and costs."""
+        return [*ALWAYS, *([] if all(row.cost_measured for row in self.rows) else [ON_LINES])]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "rows": [asdict(row) for row in self.rows],
             "best": {str(batch): k for batch, k in self.best.items()},
             "sources": {str(batch): source for batch, source in self.sources.items()},
-            "assumptions": list(ASSUMPTIONS),
+            "assumptions": self.assumptions,
         }
 
 
