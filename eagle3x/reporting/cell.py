@@ -6,15 +6,16 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eagle3x.reporting.masking import masked, masked_strings, masked_text
+from eagle3x.reporting.sources import Source
 from eagle3x.types import EagleError
 
 RECORD = "cell_record.json"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Cell:
     reused: dict[str, bool]
     training_metrics: Path | None
     capture_probe: dict[str, Any] | None
+    sources: tuple[Source, ...]
     error: str | None
 
 
@@ -44,6 +46,7 @@ def without_credentials(cell: Cell) -> Cell:
         overrides=tuple(masked_text(o) for o in cell.overrides),
         config=masked(cell.config),
         manifests=masked_strings(cell.manifests),
+        sources=tuple(replace(s, place=masked_text(s.place)) for s in cell.sources),
         error=None if cell.error is None else masked_text(cell.error),
     )
 
@@ -61,6 +64,7 @@ def save_cell(cell: Cell, run_dir: Path) -> None:
         "reused": cell.reused,
         "training_metrics": _absolute(cell.training_metrics),
         "capture_probe": cell.capture_probe,
+        "sources": [asdict(s) for s in cell.sources],
         "error": cell.error,
     }
     write_atomically(run_dir / RECORD, json.dumps(record, indent=1) + "\n")
@@ -102,6 +106,7 @@ def _load(path: Path) -> Cell:
         reused=record["reused"],
         training_metrics=_path(record["training_metrics"]),
         capture_probe=record["capture_probe"],
+        sources=tuple(Source(**s) for s in record["sources"]),
         error=record["error"],
     )
 

@@ -12,6 +12,7 @@ from eagle3x.benchmark.statistics import Interval
 from eagle3x.reporting.cell import Cell
 from eagle3x.reporting.confounders import Confounder
 from eagle3x.reporting.curves import Curves, read_curves
+from eagle3x.reporting.sources import Source
 from eagle3x.types import EagleError
 
 SCHEMA_VERSION = 1
@@ -95,6 +96,17 @@ class Boundaries:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Acceptance at a temperature above 0."""
+
+    temperature: float
+    top_p: float
+    requests: int
+    tau: Interval
+    survival: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The figures of a cell whose benchmark is done. tau is in tokens per verify step, bonus token included."""
 
@@ -108,6 +120,7 @@ class Measurement:
     degenerate_requests: int
     tau_macro: float
     survival: tuple[Interval, ...]
+    sampled: tuple[Sampled, ...]
     slot_use: float
     draft_efficiency: float | None
     per_category: dict[str, Interval]
@@ -149,6 +162,7 @@ class CellSummary:
     stages: dict[str, StageCost]
     curves: Curves | None
     confounders: tuple[Confounder, ...]
+    sources: tuple[Source, ...]
     config: dict[str, Any]
 
 
@@ -223,6 +237,7 @@ def summarize_cell(cell: Cell, label: str, found: tuple[Confounder, ...]) -> Cel
         stages=_stages(cell),
         curves=_curves(cell.training_metrics),
         confounders=found,
+        sources=cell.sources,
         config=cell.config,
     )
 
@@ -255,6 +270,7 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
         degenerate_requests=record["degenerate_requests"],
         tau_macro=record["macro"],
         survival=tuple(_interval(s) for s in record["survival"]),
+        sampled=tuple(_sampled(s) for s in record.get("sampled", ())),  # absent: made before there was more than T = 0
         slot_use=record["slot_use"],
         draft_efficiency=record["draft_efficiency"],
         per_category={name: _interval(v) for name, v in record["per_category"].items()},
@@ -275,6 +291,16 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
         ),
         mismatched=record["mismatched"],
         engine=record["engine"],
+    )
+
+
+def _sampled(record: Mapping[str, Any]) -> Sampled:
+    return Sampled(
+        temperature=record["temperature"],
+        top_p=record["top_p"],
+        requests=record["requests"],
+        tau=_interval(record["tau"]),
+        survival=tuple(_interval(s) for s in record["survival"]),
     )
 
 
@@ -320,6 +346,7 @@ def _cell_json(cell: CellSummary) -> dict[str, Any]:
         **figures,
         "stages": {name: asdict(s) for name, s in cell.stages.items()},
         "confounders": [asdict(c) for c in cell.confounders],
+        "sources": [asdict(s) for s in cell.sources],
     }
 
 
