@@ -93,9 +93,9 @@ def answers(
 def probabilities(target: Target, top_p: float) -> dict[tuple[int, ...], float]:
     """Of every text, from transformers' own forward of each prefix."""
     model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float64).eval()
-    found = {(): 1.0}
+    found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
-        longer = {}
+        longer: dict[tuple[int, ...], float] = {}
         texts = list(found)
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([PROMPT + text for text in texts])).logits[:, -1]
@@ -115,14 +115,15 @@ def p_value(texts: Sequence[tuple[int, ...]], expected: dict[tuple[int, ...], fl
     counted = Counter(texts)
     if not counted.keys() <= expected.keys():
         return 0.0
-    rare, cells = [0.0, 0.0], []
+    rare = (0.0, 0.0)
+    cells: list[tuple[float, float]] = []
     for text, p in expected.items():
         seen, wanted = counted[text], p * len(texts)
         if wanted < 5:
-            rare = [rare[0] + seen, rare[1] + wanted]
+            rare = (rare[0] + seen, rare[1] + wanted)
         else:
             cells.append((seen, wanted))
-    cells += [tuple(rare)] if rare[1] else []
+    cells += [rare] if rare[1] else []
     statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -138,13 +138,13 @@ def test_sources_with_their_licences_are_listed_once(make_cell: Any) -> None:
 def test_acceptance_by_temperature_is_there_if_it_was_measured(make_cell: Any) -> None:
     summary = report.summarize([make_cell()], "x")
     assert "temperatures" not in {t.id for t in all_tables(summary)}
-    (cell,) = summary.cells
+    ((cell, measured),) = summary.measured
     third = Interval(0.25, 0.2, 0.3)
     sampled = (Sampled(0.7, 0.9, 48, Interval(1.25, 1.2, 1.3), (third,) * 3),)
-    warmer = replace(summary, cells=(replace(cell, measured=replace(cell.measured, sampled=sampled)),))
+    warmer = replace(summary, cells=(replace(cell, measured=replace(measured, sampled=sampled)),))
     greedy, warm = table(warmer, "temperatures")
     assert greedy[1:3] == ["0", "1"]
-    assert greedy[3].startswith(f"{cell.measured.tau.value:.2f} ")
+    assert greedy[3].startswith(f"{measured.tau.value:.2f} ")
     assert warm[1:] == ["0.7", "0.9", "1.25 [1.20, 1.30]", *["25.0 % [20.0 %, 30.0 %]"] * 3]
 
 
