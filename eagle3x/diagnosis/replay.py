@@ -140,16 +140,15 @@ def _replay_batch(drafter: Eagle3, batch: Sequence[ReplaySample], k: int) -> Ite
         yield from (() for _ in batch)
         return
     states = drafter.ttt(aux, tokens, layout_of(rows, lengths).map(lambda x: x.to(device)), k)
-    drafts, gaps = zip(*(_greedy(drafter, state) for state in states), strict=True)
     # Row i of sample s drafts s.token_ids[P+1+i ..]; the last of these lie past the tokens that the forward read.
     texts = [
         s.token_ids[s.prompt_tokens + 1 : s.prompt_tokens + n + k].unfold(0, k, 1)
         for s, n in zip(batch, counts, strict=True)
         if n
     ]
-    right = torch.stack(drafts, 1) == torch.cat(texts).to(device)
-    accepted_N = right.long().cumprod(1).sum(1).tolist()
-    gaps_NK = torch.stack(gaps, 1).tolist()
+    right, gaps = _judged(drafter, states, torch.cat(texts).to(device))
+    accepted_N = right.sum(1).tolist()
+    gaps_NK = gaps.tolist()
     offset = 0
     for sample, n in zip(batch, counts, strict=True):
         accepted = accepted_N[offset : offset + n]
@@ -158,6 +157,24 @@ def _replay_batch(drafter: Eagle3, batch: Sequence[ReplaySample], k: int) -> Ite
             for i in walk(accepted)
         )
         offset += n
+
+
+def _judged(drafter: Eagle3, states: Tensor, texts_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether draft and all before it equal the text, and its top-2 gap, both [N, K]. states: [K, N, H].
+
+    Rows whose draft was wrong meet the head no more: no engine keeps what they draft next. Their gaps are 0.
+    """
+    right = torch.zeros_like(texts_NK, dtype=torch.bool)
+    gaps = torch.zeros(texts_NK.shape, device=texts_NK.device)
+    rows = torch.arange(len(texts_NK), device=texts_NK.device)
+    for step, state in enumerate(states):
+        tokens, gaps[rows, step] = _greedy(drafter, state[rows])
+        same = tokens == texts_NK[rows, step]
+        right[rows, step] = same
+        rows = rows[same]
+        if len(rows) == 0:
+            break
+    return right, gaps
 
 
 def _greedy(drafter: Eagle3, state: Tensor) -> tuple[Tensor, Tensor]:

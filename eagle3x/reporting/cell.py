@@ -22,7 +22,8 @@ RECORD_VERSION = 2
 class Cell:
     """One combination of a matrix, done or failed.
 
-    `config` is the resolved config as plain values; `benchmark_dir` the benchmark artifact (None if it failed before).
+    `config` is the resolved config as plain values; `benchmark_dir` the benchmark artifact (None if it failed before),
+    `diagnosis_dir` the diagnosis (None if none was asked for).
     `manifests`: stage name -> the artifact's manifest; `reused`: stage name -> whether this run found it finished.
     """
 
@@ -30,6 +31,7 @@ class Cell:
     overrides: tuple[str, ...]
     config: dict[str, Any]
     benchmark_dir: Path | None
+    diagnosis_dir: Path | None
     manifests: dict[str, dict[str, Any]]
     reused: dict[str, bool]
     training_metrics: Path | None
@@ -60,6 +62,7 @@ def save_cell(cell: Cell, run_dir: Path) -> None:
         "overrides": list(cell.overrides),
         "config": cell.config,
         "benchmark_dir": _absolute(cell.benchmark_dir),
+        "diagnosis_dir": _absolute(cell.diagnosis_dir),
         "manifests": cell.manifests,
         "reused": cell.reused,
         "training_metrics": _absolute(cell.training_metrics),
@@ -102,6 +105,7 @@ def _load(path: Path) -> Cell:
         overrides=tuple(record["overrides"]),
         config=record["config"],
         benchmark_dir=_path(record["benchmark_dir"]),
+        diagnosis_dir=_path(record["diagnosis_dir"]),
         manifests=record["manifests"],
         reused=record["reused"],
         training_metrics=_path(record["training_metrics"]),
