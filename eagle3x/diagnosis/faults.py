@@ -80,7 +80,7 @@ def capture(
 
 def without_template(response: Response, target: Target) -> Response:
     """The prompt as a client sends it that does not know the template: the same words without its markers."""
-    tokenizer = target.tokenizer()
+    tokenizer = target.tokenizer
     words = tokenizer.decode(list(response.token_ids[: response.prompt_tokens]), skip_special_tokens=True)
     prompt = tuple(tokenizer.encode(words, add_special_tokens=False))
     return replace(
