@@ -69,12 +69,22 @@ def other_vocabulary(tensors: dict[str, Tensor]) -> None:
 
 def drop(*names: str) -> Callable[[dict[str, Tensor]], None]:
     """Without these tensors."""
-    return lambda tensors: [tensors.pop(name) for name in names] and None
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
 
 
 def both(*changes: Callable[[dict[str, Tensor]], None]) -> Callable[[dict[str, Tensor]], None]:
     """One after the other."""
-    return lambda tensors: [change(tensors) for change in changes] and None
+
+    def change_all(tensors: dict[str, Tensor]) -> None:
+        for change in changes:
+            change(tensors)
+
+    return change_all
 
 
 def other_drafter(tensors: dict[str, Tensor]) -> None:
@@ -144,7 +154,7 @@ def main(drafter: Path, responses: Path, prompts: int, only: list[str], override
         states = list(captured(engine, texts, boundaries))
     bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
     k = cfg.speculation.num_speculative_tokens
-    print(f"{len(texts)} prompts, {sum(t.response_tokens for t in texts)} tokens, k={k}")
+    print(f"{len(texts)} prompts, {sum(t.response_tokens for t in texts)} tokens, k={k}", flush=True)
     print("| planted | named | right | tau | repaired | gain | p | hypotheses | seconds |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, fault in FAULTS.items():

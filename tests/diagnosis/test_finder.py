@@ -323,7 +323,7 @@ def test_norms_that_the_config_does_not_name(tiny_target: Target) -> None:
 def test_no_false_alarm_for_a_weak_drafter(tiny_target: Target) -> None:
     """Right in about half of the text, by chance in which: over many drafters and texts nothing is ever named."""
     taus = []
-    for seed in range(12):
+    for seed in range(8):
         drafter = random_drafter(100 + seed, tiny_target)
         texts = self_written(drafter, seed, noise=0.5)
         found = find(published_of(drafter), tiny_target, texts, RIGHT, 1, BOOTSTRAP)
