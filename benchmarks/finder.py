@@ -71,21 +71,21 @@ def other_vocabulary(tensors: dict[str, Tensor]) -> None:
 def drop(*names: str) -> Callable[[dict[str, Tensor]], None]:
     """Without these tensors."""
 
-    def dropped(tensors: dict[str, Tensor]) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
         for name in names:
-            tensors.pop(name)
+            del tensors[name]
 
-    return dropped
+    return change
 
 
 def both(*changes: Callable[[dict[str, Tensor]], None]) -> Callable[[dict[str, Tensor]], None]:
     """One after the other."""
 
-    def changed(tensors: dict[str, Tensor]) -> None:
+    def change_all(tensors: dict[str, Tensor]) -> None:
         for change in changes:
             change(tensors)
 
-    return changed
+    return change_all
 
 
 def other_drafter(tensors: dict[str, Tensor]) -> None:
@@ -155,7 +155,7 @@ def main(drafter: Path, responses: Path, prompts: int, only: list[str], override
         states = list(captured(engine, texts, boundaries))
     bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
     k = cfg.speculation.num_speculative_tokens
-    print(f"{len(texts)} prompts, {sum(t.response_tokens for t in texts)} tokens, k={k}")
+    print(f"{len(texts)} prompts, {sum(t.response_tokens for t in texts)} tokens, k={k}", flush=True)
     print("| planted | named | right | tau | repaired | gain | p | hypotheses | seconds |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, fault in FAULTS.items():

@@ -4,7 +4,8 @@
 
 1. Every hypothesis gets a quick figure (`Bench.expected`); the best few, of several kinds, are replayed on all texts.
 2. The one with the largest tau is taken if its gain is shown. If none is, the one with the largest quick figure is
-   taken on trial: with two faults at once no single repair need change tau.
+   taken on trial, or, if hardly anything is accepted, the one after which another has: with two faults at once no
+   single repair need change tau, nor, with both in every draft, the quick figure.
 3. The next round starts from there, at most `ROUNDS` times.
 4. Of the changes taken, one is *named* if leaving it out loses tau again, by at least max(0.02, 5 % of tau - 1) and
    with a p-value, adjusted for all hypotheses that were tried, below 0.05; and if the best change of another kind in
@@ -40,7 +41,9 @@ PROMISING = 0.095
 ALPHA = 0.05
 LEAST_GAIN, LEAST_SHARE = 0.02, 0.05
 NOTHING_ACCEPTED = 1.1
-"""A drafter whose tau is surely below this may be another target's."""
+"""tau surely below this: hardly anything is accepted."""
+LOOKED_AHEAD = 3
+"""So many changes, each about another thing, are looked behind then."""
 
 
 @dataclass(frozen=True)
@@ -147,29 +150,46 @@ class _Search:
         first: list[_Candidate] = []
         reading, now = start, before
         for number in range(ROUNDS):
-            tau = self.bench.tau(now).value
-            if number > 0 and self.bench.k + 1 - tau < LEAST_GAIN:
+            tau = self.bench.tau(now)
+            if number > 0 and self.bench.k + 1 - tau.value < LEAST_GAIN:
                 break  # nothing is left to gain
             candidates = self._round(reading, now)
             if number == 0:
                 first = candidates
-            best = _ranked(candidates)[0]
-            assert best.gain is not None, "the first of a ranking was replayed"
-            if not _shown(best.gain, best.p_adjusted or 0.0, tau):
-                best = candidates[0]
-                if best.expected < self.bench.expected(reading) + PROMISING:
-                    break
-            assert best.counters is not None, "the quick figure's first is a finalist"
+            best: _Candidate | None = _ranked(candidates)[0]
+            if best.gain is None or not _shown(best.gain, best.p_adjusted or 0.0, tau.value):
+                best = self._on_trial(reading, candidates, ahead=tau.high < NOTHING_ACCEPTED)
+            if best is None:
+                break
             others = [c for c in _ranked(candidates) if _about(c.hypothesis) != _about(best.hypothesis)]
             taken.append(_Taken(best.hypothesis, others[0].hypothesis if others else None))
-            reading, now = reading.under(best.hypothesis), best.counters
+            reading = reading.under(best.hypothesis)
+            now = best.counters or self.bench.counters(reading)
         return taken, first
+
+    def _on_trial(self, reading: Reading, candidates: Sequence[_Candidate], ahead: bool) -> _Candidate | None:
+        """The most promising change, `ahead`: by the best change after it; None if none is promising."""
+        best, reached = candidates[0], candidates[0].expected
+        if ahead:
+            kinds = {_about(c.hypothesis): c for c in reversed(candidates)}  # the best of each
+            several = sorted(kinds.values(), key=lambda c: -c.expected)[:LOOKED_AHEAD]
+            best, reached = max(
+                ((c, self._next(reading.under(c.hypothesis))) for c in several), key=lambda pair: pair[1]
+            )
+        return best if reached > self.bench.expected(reading) + PROMISING else None
+
+    def _next(self, reading: Reading) -> float:
+        """The quick figure of the best single change of a reading."""
+        return max(self.bench.expected(reading.under(h)) for h in self._single_changes(reading))
+
+    def _single_changes(self, reading: Reading) -> list[Hypothesis]:
+        every = hypotheses(reading, self.original, self.target, self.captured, self.bench.k)
+        self.tried += len(every)
+        return every
 
     def _round(self, reading: Reading, now: list[SpecCounters]) -> list[_Candidate]:
         """All single changes of a reading, by their quick figure; the finalists with their counters."""
-        every = hypotheses(reading, self.original, self.target, self.captured, self.bench.k)
-        self.tried += len(every)
-        quick = [_Candidate(h, self.bench.expected(reading.under(h))) for h in every]
+        quick = [_Candidate(h, self.bench.expected(reading.under(h))) for h in self._single_changes(reading)]
         quick.sort(key=lambda c: -c.expected)
         replayed: dict[int, tuple[list[SpecCounters], Gain]] = {}
         of_kind: dict[Kind, int] = {}
