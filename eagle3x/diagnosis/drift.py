@@ -1,0 +1,247 @@
+"""Drift: the same tokens' states from somewhere else (engine, version, quantization, attention, batch), against the
+reference.
+
+    error_t    = |c_t - r_t| / |r_t|       of token t: c captured there, r of the reference, at the same boundary
+    nearest    = the reference's boundary b' whose median error is smallest, if most tokens agree on it
+    offset     = b' - b                    0 unless the capture is of another block
+    noise      = median of |c_t - r'_t| / |r'_t|, r' at boundary b': what is left once the offset is taken away
+
+The first tokens of a text (`probe.LEFT_OUT`) are left out, as in the capture probe: attention sinks live there, with
+activations beside which nothing else is seen. Shapes: T tokens of a text, N tokens compared of all texts, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagle3x.benchmark.statistics import Bootstrap, Interval, compare_tau, tau_interval
+from eagle3x.diagnosis.captured_text import CapturedText, Captures, Text, captured
+from eagle3x.diagnosis.probe import LEFT_OUT, SURE
+from eagle3x.diagnosis.replay import replay
+from eagle3x.types import EagleError, SpecCounters
+
+if TYPE_CHECKING:
+    from eagle3x.drafters.eagle3 import Eagle3
+
+WORST = 5
+"""Tokens that are listed for a boundary."""
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token whose state is far off: position in its text, and |c - r| / |r|."""
+
+    text: str
+    position: int
+    token_id: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Between two states of N tokens: |c - r| / |r| and cosine, at the median and where one token in a hundred is worse."""
+
+    error: float
+    error_p99: float
+    cosine: float
+    cosine_p1: float
+
+
+@dataclass(frozen=True)
+class BoundaryDrift:
+    """What was captured for `boundary`.
+
+    own: its distance to the reference at that boundary. nearest: the boundary that it is, by content; `offset` blocks
+    away. noise: its distance to the reference there, the same as `own` without an offset.
+    """
+
+    boundary: int
+    own: Distance
+    nearest: int
+    noise: Distance
+    worst: tuple[WorstToken, ...]
+
+    @property
+    def offset(self) -> int:
+        """Blocks too late (positive) or too early."""
+        return self.nearest - self.boundary
+
+
+@dataclass(frozen=True)
+class Drift:
+    """last: of the last hidden state, None where the two sides have it before and after the final norm."""
+
+    boundaries: tuple[BoundaryDrift, ...]
+    last: Distance | None
+    texts: int
+    tokens: int
+
+    def nearest(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """What is really captured where `boundaries` are asked for."""
+        found = {b.boundary: b.nearest for b in self.boundaries}
+        return tuple(found[b] for b in boundaries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        boundaries = [{**asdict(b), "worst": [asdict(w) for w in b.worst], "offset": b.offset} for b in self.boundaries]
+        return {**asdict(self), "boundaries": boundaries, "tokens_left_out": LEFT_OUT}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What drift costs: tau_replay of a drafter that is fed `boundaries`, from the reference and from the other states.
+
+    difference = other - reference, paired by text, = offset + noise: the part of being fed other boundaries, exact
+    states of them, and the part of what is left. Both are None without an offset: then all of it is noise.
+    """
+
+    boundaries: tuple[int, ...]
+    fed: tuple[int, ...]
+    num_speculative_tokens: int
+    reference: Interval
+    other: Interval
+    difference: Interval
+    detectable: float
+    p_value: float
+    verdict: str
+    offset: Interval | None
+    noise: Interval | None
+    prompts: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "boundaries": list(self.boundaries), "fed": list(self.fed)}
+
+
+def drift(reference: Sequence[CapturedText], other: Sequence[CapturedText]) -> Drift:
+    """How far `other` is from `reference`, at each boundary of `other`; texts are paired by id, in any order.
+
+    The reference must have these boundaries. The more others it has, the further an offset is found.
+    Raises EagleError for sides that are not comparable: other tokens, missing boundaries, nothing left to compare.
+    """
+    pairs = _paired(reference, other)
+    boundaries = other[0].boundaries
+    known = reference[0].boundaries
+    if missing := sorted(set(boundaries) - set(known)):
+        raise EagleError(f"drift: the reference has boundaries {list(known)}, but not {missing}")
+    at = {
+        b: {k: torch.cat([_errors(o.at(b), r.at(k)) for r, o in pairs]) for k in known} for b in boundaries
+    }  # fmt: skip
+    same_side = reference[0].last_norm == other[0].last_norm
+    return Drift(
+        tuple(_boundary(b, errors, pairs) for b, errors in at.items()),
+        _distance([(r.last, o.last) for r, o in pairs]) if same_side else None,
+        len(pairs),
+        sum(len(o.text.token_ids) - LEFT_OUT for _, o in pairs),
+    )
+
+
+def batch_drift(engine: Captures, texts: Sequence[Text], boundaries: Sequence[int]) -> Drift:
+    """What the company of others does to a text: each captured alone is the reference of all captured together."""
+    alone = [one for text in texts for one in captured(engine, [text], boundaries)]
+    return drift(alone, list(captured(engine, texts, boundaries)))
+
+
+def cost(
+    drafter: Eagle3,
+    reference: Sequence[CapturedText],
+    other: Sequence[CapturedText],
+    boundaries: Sequence[int],
+    num_speculative_tokens: int,
+    bootstrap: Bootstrap,
+) -> Cost:
+    """What the drift of `other` costs a drafter that is fed `boundaries` of it.
+
+    Raises EagleError as `drift` and `replay` do, and for fewer than two texts, of which there is no interval.
+    """
+    pairs = _paired(reference, other)
+    prompts = [r.text.id for r, _ in pairs]
+    fed = drift(reference, other).nearest(boundaries)
+
+    def counted(samples: Iterable[CapturedText], at: Sequence[int]) -> list[SpecCounters]:
+        return replay(drafter, (sample.fed(at) for sample in samples), num_speculative_tokens)
+
+    right = counted((r for r, _ in pairs), boundaries)
+    drifted = counted((o for _, o in pairs), boundaries)
+    found = compare_tau(drifted, right, prompts, bootstrap)
+    offset = noise = None
+    if fed != tuple(boundaries):
+        shifted = counted((r for r, _ in pairs), fed)
+        offset = compare_tau(shifted, right, prompts, bootstrap).difference
+        noise = compare_tau(drifted, shifted, prompts, bootstrap).difference
+    return Cost(
+        tuple(boundaries),
+        fed,
+        num_speculative_tokens,
+        tau_interval(right, prompts, bootstrap),
+        tau_interval(drifted, prompts, bootstrap),
+        found.difference,
+        found.detectable,
+        found.p_value,
+        found.verdict,
+        offset,
+        noise,
+        found.prompts,
+    )
+
+
+def _paired(
+    reference: Sequence[CapturedText], other: Sequence[CapturedText]
+) -> list[tuple[CapturedText, CapturedText]]:
+    by_id = {one.text.id: one for one in other}
+    if not reference or {r.text.id for r in reference} != set(by_id) or len(by_id) != len(other):
+        raise EagleError(f"drift compares the same texts: {len(reference)} of the reference, {len(other)} of the other")
+    pairs = [(r, by_id[r.text.id]) for r in reference]
+    for r, o in pairs:
+        if r.text.token_ids != o.text.token_ids:
+            raise EagleError(f"drift: {r.text.id} has other tokens on the other side")
+        if len(r.text.token_ids) <= LEFT_OUT:
+            raise EagleError(f"drift: {r.text.id} has {len(r.text.token_ids)} tokens, of which {LEFT_OUT} are left out")
+        if not all(torch.isfinite(state).all() for state in (o.aux, o.last)):
+            raise EagleError(f"drift: {r.text.id} has states that are not finite")
+    return pairs
+
+
+def _boundary(
+    boundary: int, errors: Mapping[int, Tensor], pairs: Sequence[tuple[CapturedText, CapturedText]]
+) -> BoundaryDrift:
+    own = _distance([(r.at(boundary), o.at(boundary)) for r, o in pairs])
+    nearest = min(errors, key=lambda b: (float(errors[b].median()), abs(b - boundary)))
+    if float((errors[nearest] < errors[boundary]).float().mean()) < SURE:
+        nearest = boundary
+    noise = own if nearest == boundary else _distance([(r.at(nearest), o.at(boundary)) for r, o in pairs])
+    return BoundaryDrift(boundary, own, nearest, noise, _worst(errors[nearest], pairs))
+
+
+def _worst(errors_N: Tensor, pairs: Sequence[tuple[CapturedText, CapturedText]]) -> tuple[WorstToken, ...]:
+    tokens = [(o.text, position) for _, o in pairs for position in range(LEFT_OUT, len(o.text.token_ids))]
+    found = errors_N.topk(min(WORST, len(errors_N)))
+    return tuple(
+        WorstToken(text.id, position, text.token_ids[position], error)
+        for error, (text, position) in zip(found.values.tolist(), (tokens[i] for i in found.indices), strict=True)
+    )
+
+
+def _distance(states: Sequence[tuple[Tensor, Tensor]]) -> Distance:
+    """Of pairs (reference, other) [T, H]."""
+    errors = torch.cat([_errors(other, reference) for reference, other in states]).double()
+    cosines = torch.cat([_cosines(other, reference) for reference, other in states]).double()
+    return Distance(
+        float(errors.median()), float(errors.quantile(0.99)), float(cosines.median()), float(cosines.quantile(0.01))
+    )
+
+
+def _errors(other: Tensor, reference: Tensor) -> Tensor:
+    """[T, H] twice -> [T - LEFT_OUT]."""
+    c, r = other[LEFT_OUT:].float(), reference[LEFT_OUT:].float()
+    return (c - r).norm(dim=1) / r.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _cosines(other: Tensor, reference: Tensor) -> Tensor:
+    """[T, H] twice -> [T - LEFT_OUT], 1 for the same direction."""
+    return torch.nn.functional.cosine_similarity(other[LEFT_OUT:].float(), reference[LEFT_OUT:].float(), dim=1)
