@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eagle3x.config import Config
+    from eagle3x.diagnosis.captured_text import Captures
     from eagle3x.diagnosis.replay import ReplaySample
+    from eagle3x.diagnosis.streamed_reference import StreamedTarget
     from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
 
@@ -91,7 +93,9 @@ def make(run: StageRun) -> dict[str, Any]:
             if not _is_reference(slot):
                 stack.close()  # two engines need not fit into the memory together
                 reference = reference_slot(slot)
-                engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware, job))
+                engine = _streamed(run) or stack.enter_context(
+                    adapter(reference.backend.name).open(reference, target, cfg.hardware, job)
+                )
             _replay_pass(run, engine, export, asked)
     cell = summarise(run.work, cfg)
     (run.work / CELL).write_text(json.dumps(cell, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -132,6 +136,16 @@ def reference_slot(slot: Slot) -> Slot:
         memory_fraction=slot.backend.memory_fraction, start_timeout=slot.backend.start_timeout,
     )  # fmt: skip
     return Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
+
+
+def _streamed(run: StageRun) -> StreamedTarget | None:
+    """The same states of a target that no engine here holds in float32; None for one that fits."""
+    from eagle3x.diagnosis.reference import must_stream
+    from eagle3x.diagnosis.streamed_reference import StreamedTarget
+    from eagle3x.engines.transformers_model import device_of
+
+    device = device_of(run.cfg.hardware)
+    return StreamedTarget(run.target, device) if must_stream(run.target, device) else None
 
 
 def _longest(chosen: Sequence[Response], cfg: Config) -> int:
@@ -220,7 +234,7 @@ def _text(response: Response, output: tuple[int, ...]) -> tuple[int, ...]:
     return response.token_ids[: response.prompt_tokens] + output
 
 
-def _replay_pass(run: StageRun, engine: Engine, export: Export, asked: Mapping[str, tuple[int, ...]]) -> None:
+def _replay_pass(run: StageRun, engine: Captures, export: Export, asked: Mapping[str, tuple[int, ...]]) -> None:
     """Counters of every request by replay, at each candidate's boundaries, from reference states of the served text."""
     from eagle3x.diagnosis.replay import counters, replay, replay_detailed
     from eagle3x.drafters.checkpoint import load

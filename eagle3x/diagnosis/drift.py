@@ -44,7 +44,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class Distance:
-    """Between two states of N tokens: |c - r| / |r| and cosine, at the median and where one token in a hundred is worse."""
+    """Of N tokens: medians of |c - r| / |r| and of the cosine, and the values that one in a hundred is worse than."""
 
     error: float
     error_p99: float
@@ -231,9 +231,9 @@ def _distance(states: Sequence[tuple[Tensor, Tensor]]) -> Distance:
     """Of pairs (reference, other) [T, H]."""
     errors = torch.cat([_errors(other, reference) for reference, other in states]).double()
     cosines = torch.cat([_cosines(other, reference) for reference, other in states]).double()
-    return Distance(
-        float(errors.median()), float(errors.quantile(0.99)), float(cosines.median()), float(cosines.quantile(0.01))
-    )
+    median, p99 = errors.quantile(torch.tensor([0.5, 0.99]).double()).tolist()
+    p1, cosine = cosines.quantile(torch.tensor([0.01, 0.5]).double()).tolist()
+    return Distance(median, p99, cosine, p1)
 
 
 def _errors(other: Tensor, reference: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def references(target: Target, texts: Sequence[Sequence[int]]) -> Iterator[Refer
 
         yield from StreamedTarget(target).references(texts)
         return
-    model = _whole_model(target)
+    model = reference_model(target)
     for text in texts:
         yield run_reference(model, text)
 
@@ -97,7 +97,7 @@ def must_stream(target: Target, device: torch.device = CPU) -> bool:
     return target.quantization_config is not None or needed > LOADED_WHOLE * free
 
 
-def _whole_model(target: Target) -> PreTrainedModel:
+def reference_model(target: Target) -> PreTrainedModel:
     """The target in float32, on the CPU."""
     from transformers import AutoModelForCausalLM
 
@@ -152,7 +152,9 @@ def run_reference(model: PreTrainedModel, token_ids: Sequence[int]) -> Reference
             " normed last one, so this target has no reference"
         )
     streams[n] = before_norm[0]
-    normed = {b: block.input_layernorm(streams[b]) for b, block in enumerate(blocks) if hasattr(block, "input_layernorm")}
+    normed = {
+        b: block.input_layernorm(streams[b]) for b, block in enumerate(blocks) if hasattr(block, "input_layernorm")
+    }
     return named(streams, mlp_outputs, normed, norm)
 
 

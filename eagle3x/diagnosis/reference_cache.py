@@ -12,7 +12,8 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,44 +34,46 @@ VERSION = 1
 CANDIDATES = "candidates"
 
 
-def load_states(target: Target, text: Sequence[int], boundaries: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    """aux [T, A*H] and last [T, H], if they were kept."""
-    found = _load(_file(target, text, list(boundaries)))
-    return None if found is None else (found[0]["aux"], found[0]["last"])
+@dataclass(frozen=True)
+class ReferenceCache:
+    """The states of one target, computed on one type of device ("cpu", "cuda")."""
 
+    target: Target
+    device: str
 
-def keep_states(target: Target, text: Sequence[int], boundaries: Sequence[int], aux: Tensor, last: Tensor) -> None:
-    """For `load_states`."""
-    _keep(_file(target, text, list(boundaries)), {"aux": aux, "last": last}, {})
+    def load_states(self, text: Sequence[int], boundaries: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """aux [T, A*H] and last [T, H], if they were kept."""
+        found = _load(self._file(text, list(boundaries)))
+        return None if found is None else (found[0]["aux"], found[0]["last"])
 
+    def keep_states(self, text: Sequence[int], boundaries: Sequence[int], aux: Tensor, last: Tensor) -> None:
+        """For `load_states`."""
+        _keep(self._file(text, list(boundaries)), {"aux": aux, "last": last}, {})
 
-def load_reference(target: Target, text: Sequence[int]) -> Reference | None:
-    """All candidates, if they were kept."""
-    found = _load(_file(target, text, CANDIDATES))
-    if found is None:
-        return None
-    tensors, metadata = found
-    candidates = tuple(Candidate(boundary, kind) for boundary, kind in json.loads(metadata[CANDIDATES]))
-    return Reference(target.num_blocks, candidates, tensors["states"])
+    def load_reference(self, text: Sequence[int]) -> Reference | None:
+        """All candidates, if they were kept."""
+        found = _load(self._file(text, CANDIDATES))
+        if found is None:
+            return None
+        tensors, metadata = found
+        candidates = tuple(Candidate(boundary, kind) for boundary, kind in json.loads(metadata[CANDIDATES]))
+        return Reference(self.target.num_blocks, candidates, tensors["states"])
 
+    def keep_reference(self, text: Sequence[int], reference: Reference) -> None:
+        """For `load_reference`."""
+        candidates = json.dumps([[c.boundary, c.kind] for c in reference.candidates])
+        _keep(self._file(text, CANDIDATES), {"states": reference.states}, {CANDIDATES: candidates})
 
-def keep_reference(target: Target, text: Sequence[int], reference: Reference) -> None:
-    """For `load_reference`."""
-    candidates = json.dumps([[c.boundary, c.kind] for c in reference.candidates])
-    _keep(_file(target, text, CANDIDATES), {"states": reference.states}, {CANDIDATES: candidates})
+    def _file(self, text: Sequence[int], what: Any) -> Path:
+        made_by = {"version": VERSION, "transformers": version("transformers"), "torch": version("torch")}
+        key = {"target": self._content, "device": self.device, "tokens": list(text), "what": what, **made_by}
+        return cache_dir() / "reference" / f"{digest(key)}.safetensors"
 
-
-def _file(target: Target, text: Sequence[int], what: Any) -> Path:
-    made_by = {"version": VERSION, "transformers": version("transformers"), "torch": version("torch")}
-    key = digest({"target": _content(target), "tokens": list(text), "what": what, **made_by})
-    return cache_dir() / "reference" / f"{key}.safetensors"
-
-
-@lru_cache(maxsize=1)
-def _content(target: Target) -> dict[str, Any]:
-    """What of the target decides its states: neither its tokenizer nor its template."""
-    identity = target.identity()
-    return {part: identity[part] for part in ("weights", "config")}
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        """What of the target decides its states: neither its tokenizer nor its template."""
+        identity = self.target.identity()
+        return {part: identity[part] for part in ("weights", "config")}
 
 
 def _load(file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]] | None:

@@ -9,7 +9,7 @@ Only weights: where an engine quantizes activations or its KV cache too, that is
     weight (fp8), weight_scale_inv                     weight * scale of its block          DeepSeek's and Qwen's fp8
     x_blocks (two e2m1 a byte), x_scales (exponents)   transformers' own function           gpt-oss' mxfp4
 
-A scale has one value for the tensor, a row, a group of columns, or a block: [1], [R, 1], [R, C / group], [R / b, C / b].
+A scale is of the tensor [1], a row [R, 1], a group of a row's columns [R, C / group], or a block [R / b, C / b].
 Formulas: compressed_tensors 0.18 (`quantization/lifecycle/forward.py`, `compressors/pack_quantized/helpers.py`) and
 transformers 5.19 (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`). Shapes: R rows, C columns.
 """
@@ -42,7 +42,7 @@ BITS = (4, 8)
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the parts of a weight are: the end of their stored name ("", "_scale", "_packed", ..) to the stored name."""
+    """Where a weight's parts are: the end of each stored name ("", "_scale", "_packed", ..) to the name."""
 
     name: str
     parts: Mapping[str, str]

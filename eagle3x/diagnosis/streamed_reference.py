@@ -33,8 +33,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from eagle3x.capture import Reader, native_layer_ids
-from eagle3x.diagnosis import reference_cache
-from eagle3x.diagnosis.reference import Reference, named
+from eagle3x.diagnosis.reference import CPU, Reference, named
+from eagle3x.diagnosis.reference_cache import ReferenceCache
 from eagle3x.diagnosis.stored_weights import StoredWeights
 from eagle3x.progress import track
 from eagle3x.types import EagleError, HiddenStates, TokenSample
@@ -42,7 +42,6 @@ from eagle3x.types import EagleError, HiddenStates, TokenSample
 if TYPE_CHECKING:
     from eagle3x.targets import Target
 
-CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
@@ -53,6 +52,7 @@ class StreamedTarget:
         """device: where a block is while it is run."""
         self._target = target
         self._device = device
+        self._kept = ReferenceCache(target, device.type)
 
     def capture(self, samples: Sequence[TokenSample], boundaries: Sequence[int]) -> Iterator[HiddenStates]:
         """States of each sample, on the CPU: aux [T, A*H] at ascending `boundaries`, last [T, H] post-norm, float32.
@@ -61,12 +61,12 @@ class StreamedTarget:
         boundaries that the target has not, and for a target that cannot be streamed.
         """
         taps = tuple(native_layer_ids(Reader("transformers"), boundaries, self._target.num_blocks))
-        known = {s.id: reference_cache.load_states(self._target, s.token_ids, taps) for s in samples}
+        known = {s.id: self._kept.load_states(s.token_ids, taps) for s in samples}
         missing = [s for s in samples if known[s.id] is None]
         if missing:
             captured = self._captured([s.token_ids for s in missing], taps)
             for sample, (aux, last) in zip(missing, captured, strict=True):
-                reference_cache.keep_states(self._target, sample.token_ids, taps, aux, last)
+                self._kept.keep_states(sample.token_ids, taps, aux, last)
                 known[sample.id] = aux, last
         for sample in samples:
             found = known.pop(sample.id)
@@ -75,11 +75,11 @@ class StreamedTarget:
 
     def references(self, texts: Sequence[Sequence[int]]) -> Iterator[Reference]:
         """All candidates of each text, as `reference.run_reference` finds them. Raises EagleError as `capture`."""
-        known = [reference_cache.load_reference(self._target, text) for text in texts]
+        known = [self._kept.load_reference(text) for text in texts]
         missing = [i for i, found in enumerate(known) if found is None]
         if missing:
             for i, reference in zip(missing, self._references([texts[i] for i in missing]), strict=True):
-                reference_cache.keep_reference(self._target, texts[i], reference)
+                self._kept.keep_reference(texts[i], reference)
                 known[i] = reference
         for found in known:
             assert found is not None
@@ -104,7 +104,7 @@ class StreamedTarget:
     @torch.no_grad()
     def _references(self, texts: Sequence[Sequence[int]]) -> list[Reference]:
         with StoredWeights(self._target) as weights:
-            model = _Skeleton(self._target, weights, CPU)
+            model = _Skeleton(self._target, weights, self._device)
             streams: list[list[Tensor]] = [[] for _ in texts]
             normed: list[dict[int, Tensor]] = [{} for _ in texts]
             mlp_outputs: list[dict[int, Tensor]] = [{} for _ in texts]
@@ -205,13 +205,11 @@ class _Skeleton:
         return streams[0], calls
 
     def _fill(self, module: nn.Module) -> None:
-        """Read the weights below `module`, and compute the buffers that no checkpoint has. EagleError if any is missing."""
+        """Read the weights below `module`, and compute the buffers that no checkpoint has. EagleError if one lacks."""
         prefix = next(name for name, found in self._model.named_modules() if found is module) + "."
         wanted = {name for name in self._parameters if name.startswith(prefix)}
         state = {name: self._weights.read(name) for key in wanted for name in self._stored.get(key, ())}
-        settings = LoadStateDictConfig(
-            device_map={"": self._device}, dtype=torch.float32, weight_mapping=self._mapping
-        )
+        settings = LoadStateDictConfig(device_map={"": self._device}, dtype=torch.float32, weight_mapping=self._mapping)
         info, _ = convert_and_load_state_dict_in_model(self._model, state, settings)
         wrong = sorted(map(str, [*(info.missing_keys & wanted), *info.mismatched_keys, *info.conversion_errors]))
         if wrong:
@@ -240,9 +238,7 @@ class _Skeleton:
 
 
 def _without_weights(target: Target) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(
-        target.path, local_files_only=True, trust_remote_code=target.trust_remote_code
-    )
+    config = AutoConfig.from_pretrained(target.path, local_files_only=True, trust_remote_code=target.trust_remote_code)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # weights come in float32
