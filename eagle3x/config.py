@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from eagle3x.benchmark.config import Benchmark, Speculation
 from eagle3x.data.config import Data, EvalPrompts, Reused, Sampling
+from eagle3x.diagnosis.config import Diagnose
+from eagle3x.diagnosis.planted import Fault
 from eagle3x.drafters.config import Drafter
 from eagle3x.engines.config import Attention, Backend, GenerateSlot, Quantization, ServeSlot, Slot
 from eagle3x.identity import PLACEMENT
@@ -13,7 +15,7 @@ from eagle3x.reporting.config import Tracking
 from eagle3x.schema import config
 from eagle3x.training.config import Train
 
-StageName = Literal["prompts", "responses", "hidden_states", "drafter", "export", "benchmark", "report"]
+StageName = Literal["prompts", "responses", "hidden_states", "drafter", "export", "benchmark", "diagnose", "report"]
 
 
 @config
@@ -86,6 +88,9 @@ class Config:
     train: Train
     speculation: Speculation
     benchmark: Benchmark
+    diagnose: Diagnose
+    planted: tuple[Fault, ...]
+    """Faults that this run has on purpose, for the diagnosis to name."""
     hardware: Hardware
     tracking: Tracking
 

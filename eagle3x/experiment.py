@@ -19,6 +19,9 @@ from eagle3x.drafters import location
 from eagle3x.progress import log
 from eagle3x.types import ConfigError, EagleError
 
+REPORTED = ("diagnose", "report")
+"""Stages whose runs leave a report."""
+
 
 def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> None:
     """Make what is missing, then report. A failed cell is reported as failed, and its error raised.
@@ -35,17 +38,19 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
         if "drafter" in pipeline.plan(cfg.stage, cfg):
             location.resolve(cfg.drafter)
         preflight.check_with_target(cfg, target)
-        for artifact in pipeline.run(cfg.stage, cfg, cell.snapshot, target, store):
+        unserved = preflight.unserved(cfg, target) if cfg.stage == "diagnose" else None
+        refused = {} if unserved is None else {"benchmark": unserved}
+        for artifact in pipeline.run(cfg.stage, cfg, cell.snapshot, target, store, refused):
             made[artifact.stage] = artifact
     except ConfigError:
         raise
     except Exception as e:
         error = e
-    if cfg.stage == "report":
+    if cfg.stage in REPORTED:
         report_cell(cell, run_dir, made, error, in_sweep, command)
     if error is not None:
         raise error
-    if cfg.stage != "report":
+    if cfg.stage not in REPORTED:
         log(f"{cfg.stage}: {made[cfg.stage].path}")
 
 
@@ -56,11 +61,13 @@ def report_cell(
     from eagle3x.reporting import report
 
     drafter, states, benchmark = made.get("drafter"), made.get("hidden_states"), made.get("benchmark")
+    diagnosis = made.get("diagnose")
     record = report.Cell(
         name=" ".join(cell.overrides) or "default",
         overrides=cell.overrides,
         config=cell.snapshot,
         benchmark_dir=benchmark.path if benchmark else None,
+        diagnosis_dir=diagnosis.path if diagnosis else None,
         manifests={name: dataclasses.asdict(a.manifest) for name, a in made.items()},
         reused={name: a.reused for name, a in made.items()},
         training_metrics=drafter.path / "metrics.jsonl" if drafter else None,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.artifacts import Artifact, ArtifactSpec, Store
+from eagle3x.diagnosis.planted import planted_in
 from eagle3x.progress import log
 from eagle3x.stage_identity import identities
 from eagle3x.stage_view import View
 from eagle3x.targets import require_same
+from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
     from eagle3x.config import Config
@@ -33,6 +36,8 @@ class Stage:
     placement: tuple[str, ...]
     make: str
     version: int = 1
+    wants: tuple[str, ...] = ()
+    """Stages that it uses if they can be made; if one fails, the reason is handed on (`StageRun.failed`)."""
 
 
 EXTRACT = ("backend", "quantization", "attention")
@@ -48,7 +53,7 @@ STAGES = {
     "hidden_states": Stage(
         ("responses",),
         ("target", *EXTRACT, "capture", "hidden_states"),
-        ("hardware",),
+        ("hardware", "planted"),
         "eagle3x.data.extraction:make",
         version=2,
     ),
@@ -60,13 +65,24 @@ STAGES = {
         version=3,
     ),
     "export": Stage(
-        ("drafter",), ("target", "serve.capture", "serve.aux_layer_ids"), (), "eagle3x.drafters.export:make", version=2
+        ("drafter",),
+        ("target", "serve.capture", "serve.aux_layer_ids"),
+        ("planted",),
+        "eagle3x.drafters.export:make",
+        version=2,
     ),
     "benchmark": Stage(
         ("export", "responses"),
         ("target", "serve", "benchmark", "speculation", "hardware", "seed"),
-        ("capture", "sampling"),
+        ("capture", "sampling", "planted"),
         "eagle3x.benchmark.measure:make",
+    ),
+    "diagnose": Stage(
+        ("export", "responses", "drafter"),
+        ("target", *EXTRACT, "serve", "capture", "speculation", "benchmark", "diagnose", "seed"),
+        ("hardware", "drafter"),
+        "eagle3x.diagnosis.stage:make",
+        wants=("benchmark",),
     ),
 }
 
@@ -81,6 +97,8 @@ class StageRun:
     inputs: Mapping[str, Artifact]
     target: Target
     slots: Mapping[str, Slot]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Of the stages that it wants: why there is no such input."""
 
     def slot(self, role: str) -> Slot:
         """The engine slot `extract`, `generate` or `serve`."""
@@ -88,10 +106,13 @@ class StageRun:
 
 
 def declared(name: str, cfg: Config) -> Stage:
-    """The stage as this config has it: prompts that the target writes depend on the target and its engine too."""
+    """The stage as this config has it: prompts that the target writes depend on the target and its engine too, and what
+    has a fault planted is another thing than what has none."""
     stage = STAGES[name]
     if name == "prompts" and cfg.data.source == "magpie":
         return replace(stage, identity=(*stage.identity, "target", "generate", "seed"), placement=("hardware",))
+    if planted_in(name, cfg.planted):
+        return replace(stage, identity=(*stage.identity, "planted"))
     return stage
 
 
@@ -108,7 +129,7 @@ def plan(goal: str, cfg: Config) -> list[str]:
     ordered: list[str] = []
     while goals:
         name = goals[-1]
-        missing = [n for n in needs(name, cfg) if n not in ordered]
+        missing = [n for n in (*needs(name, cfg), *STAGES[name].wants) if n not in ordered]
         if missing:
             goals.extend(missing)
             continue
@@ -118,24 +139,58 @@ def plan(goal: str, cfg: Config) -> list[str]:
     return sorted(ordered, key=list(STAGES).index)
 
 
-def run(goal: str, cfg: Config, snapshot: dict[str, Any], target: Target, store: Store) -> Iterator[Artifact]:
+def run(
+    goal: str,
+    cfg: Config,
+    snapshot: dict[str, Any],
+    target: Target,
+    store: Store,
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Artifact]:
     """Make or reuse every artifact up to `goal`, one by one. Whatever was finished before an error stays.
 
-    `snapshot` is the resolved config as plain values, kept in each manifest.
+    `snapshot` is the resolved config as plain values, kept in each manifest. `refused`: stages that cannot be made, and
+    why; like a stage that fails, that is an error unless the stage is only wanted.
     """
     slots = {slot.role: slot for slot in (cfg.extract_slot, cfg.generate_slot, cfg.serve_slot)}
     made: dict[str, Artifact] = {}
+    failed = dict(refused)
+    wanted = STAGES[goal].wants if goal in STAGES else ()
     for name in plan(goal, cfg):
-        stage = declared(name, cfg)
-        inputs = {parent: made[parent] for parent in needs(name, cfg)}
-        spec = ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
-        view = View.of(cfg, (*stage.identity, *stage.placement), name)
-        made[name] = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots))
-        if "target" in spec.identity:  # whatever lies under this key: a copied folder may be another target's
-            what = f"artifact {name} {made[name].key}"
-            require_same(made[name].manifest.identity["target"], spec.identity["target"], what)
-        log(f"{name}: {'reused' if made[name].reused else 'made'} {made[name].key}")
+        if name in failed:
+            log(f"{name}: skipped: {failed[name]}")
+            continue
+        try:
+            made[name] = _stage(name, cfg, snapshot, target, store, slots, made, failed)
+        except EagleError as error:
+            if name not in wanted:
+                raise
+            failed[name] = str(error)
+            log(f"{name}: failed: {error}")
+            continue
         yield made[name]
+
+
+def _stage(
+    name: str,
+    cfg: Config,
+    snapshot: dict[str, Any],
+    target: Target,
+    store: Store,
+    slots: Mapping[str, Slot],
+    made: Mapping[str, Artifact],
+    failed: Mapping[str, str],
+) -> Artifact:
+    stage = declared(name, cfg)
+    inputs = {parent: made[parent] for parent in (*needs(name, cfg), *stage.wants) if parent in made}
+    spec = ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
+    view = View.of(cfg, (*stage.identity, *stage.placement), name)
+    artifact = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots, failed))
+    if "target" in spec.identity:  # whatever lies under this key: a copied folder may be another target's
+        what = f"artifact {name} {artifact.key}"
+        require_same(artifact.manifest.identity["target"], spec.identity["target"], what)
+    log(f"{name}: {'reused' if artifact.reused else 'made'} {artifact.key}")
+    return artifact
 
 
 def _make(
@@ -144,7 +199,8 @@ def _make(
     inputs: Mapping[str, Artifact],
     target: Target,
     slots: Mapping[str, Slot],
+    failed: Mapping[str, str],
     work: Path,
 ) -> Mapping[str, Any]:
     module, function = stage.make.split(":")
-    return getattr(import_module(module), function)(StageRun(cfg, work, inputs, target, slots))
+    return getattr(import_module(module), function)(StageRun(cfg, work, inputs, target, slots, failed))

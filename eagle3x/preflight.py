@@ -60,11 +60,7 @@ def check_with_target(cfg: Config, target: Target) -> None:
         except EagleError as error:
             raise ConfigError(str(error)) from error
     boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
-    reasons = [
-        f"{slot.role}: {reason}"
-        for slot in slots_in_use(cfg)
-        for reason in adapter(slot.backend.name).refusals(slot, target, cfg.hardware)
-    ]
+    reasons = [reason for slot in slots_in_use(cfg) for reason in _refusals(slot, cfg, target)]
     stages = pipeline.plan(cfg.stage, cfg)
     if "hidden_states" in stages and not reasons:
         identity = adapter(cfg.backend.name).identity(cfg.extract_slot, target, cfg.hardware)
@@ -77,11 +73,27 @@ def check_with_target(cfg: Config, target: Target) -> None:
         if cfg.train.freeze_head and cfg.drafter.init == "random" and cfg.drafter.init_from is None:
             reasons.append("train.freeze_head=true keeps a random head for ever: use drafter.init=warm_start")
     planned = drafter_plan(cfg, target) if "drafter" in stages and not reasons else None
-    if "benchmark" in stages and planned is not None:
-        serving = adapter(cfg.serve.backend.name)
-        reasons += [f"serve: {r}" for r in serving.drafter_refusals(cfg.serve_slot, target, cfg.hardware, planned)]
+    if "benchmark" in stages and planned is not None and cfg.stage != "diagnose":
+        reasons += _drafter_refusals(cfg, target, planned)
     if reasons:
         raise ConfigError("\n".join(dict.fromkeys(reasons)))
+
+
+def unserved(cfg: Config, target: Target) -> str | None:
+    """Why the drafter cannot be served here at all; None if it can. A diagnosis climbs the other rungs then."""
+    reasons = _refusals(cfg.serve_slot, cfg, target)
+    if not reasons:
+        reasons = _drafter_refusals(cfg, target, drafter_plan(cfg, target))
+    return "; ".join(dict.fromkeys(reasons)) or None
+
+
+def _refusals(slot: Slot, cfg: Config, target: Target) -> list[str]:
+    return [f"{slot.role}: {reason}" for reason in adapter(slot.backend.name).refusals(slot, target, cfg.hardware)]
+
+
+def _drafter_refusals(cfg: Config, target: Target, planned: DrafterPlan) -> list[str]:
+    serving = adapter(cfg.serve.backend.name)
+    return [f"serve: {r}" for r in serving.drafter_refusals(cfg.serve_slot, target, cfg.hardware, planned)]
 
 
 def drafter_plan(cfg: Config, target: Target) -> DrafterPlan:
@@ -120,14 +132,14 @@ def _variants(described: Drafter | Architecture) -> frozenset[str]:
 
 
 def slots_in_use(cfg: Config) -> list[Slot]:
-    """The engine slots that this run's stages open."""
+    """The engine slots that this run's stages need. A diagnosis goes on without the one that serves (`unserved`)."""
     stages = pipeline.plan(cfg.stage, cfg)
     slots: list[Slot] = []
     if "responses" in stages or (cfg.data.source == "magpie" and "prompts" in stages):
         slots.append(cfg.generate_slot)
-    if "hidden_states" in stages:
+    if "hidden_states" in stages or cfg.stage == "diagnose":
         slots.append(cfg.extract_slot)
-    if "benchmark" in stages:
+    if "benchmark" in stages and cfg.stage != "diagnose":
         slots.append(cfg.serve_slot)
     return slots
 

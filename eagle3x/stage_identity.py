@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3x.capture import trained_boundaries
 from eagle3x.data import reuse, sources
+from eagle3x.diagnosis.planted import planted_in
 from eagle3x.drafters import location
 from eagle3x.engines import adapter
 from eagle3x.fingerprint import fingerprint_directory
 from eagle3x.identity import identity_of
+from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
     from eagle3x.config import Config
@@ -48,6 +50,11 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
             return engine(cfg.extract_slot)
         case "generate":
             return engine(cfg.generate_slot)
+        case "serve" if stage == "diagnose":
+            try:
+                return engine(cfg.serve_slot)
+            except EagleError as error:  # the engine is not here: its rungs are skipped
+                return {"missing": str(error)}
         case "serve":
             return engine(cfg.serve_slot)
         case "quantization" | "attention":
@@ -62,6 +69,8 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
             }
         case "drafter":
             return {**identity_of(cfg.drafter), "content": location.fingerprint(cfg.drafter)}
+        case "planted":
+            return list(planted_in(stage, cfg.planted))
         case "serve.capture":
             return cfg.serve.capture
         case "serve.aux_layer_ids":

@@ -120,6 +120,25 @@ def test_a_failed_cell_is_reported_and_the_others_run(workplace: Path) -> None:
     assert "1 of 2 cells failed" in done.stderr
 
 
+def test_a_diagnosis_without_the_serving_engine_climbs_the_other_rungs(workplace: Path) -> None:
+    run(workplace, "stage=diagnose", "backend@serve.backend=vllm", "serve.backend.python=/nowhere/bin/python")
+    [cell] = summary(workplace)["cells"]
+    assert cell["status"] == "ok"
+    rungs = {rung["name"]: rung for rung in cell["diagnosis"]["rungs"]}
+    assert [name for name, rung in rungs.items() if rung["tau"] is None] == ["responses", "states", "served"]
+    assert "/nowhere/bin/python" in rungs["served"]["skipped"]
+    assert "skipped" in (workplace / "outputs/latest/report.html").read_text()
+
+
+def test_a_planted_fault_is_named_and_leaves_other_artifacts_alone(workplace: Path) -> None:
+    run(workplace)
+    healthy = manifests(workplace)
+    run(workplace, "stage=diagnose", "control=columns_swapped")
+    made = {key.split("/")[0] for key in manifests(workplace).keys() - healthy.keys()}
+    assert made == {"export", "benchmark", "diagnose"}  # the drafter was not trained again
+    assert summary(workplace)["controls"][0]["planted"] == ["columns_swapped"]
+
+
 def test_two_runs_at_once_make_everything_once(workplace: Path) -> None:
     both = [
         subprocess.Popen(command("stage=hidden_states"), cwd=workplace, stderr=subprocess.PIPE, text=True) for _ in "ab"

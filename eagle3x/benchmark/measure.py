@@ -24,6 +24,7 @@ from eagle3x.benchmark.records import RequestRecord, append_lines, read_batches,
 from eagle3x.benchmark.runner import Workload, acceptance_pass, timing_legs, timing_pass
 from eagle3x.capture import reader_of
 from eagle3x.data.records import read_responses
+from eagle3x.diagnosis.planted import planted_in
 from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
 from eagle3x.engines import adapter
@@ -82,6 +83,11 @@ def make(run: StageRun) -> dict[str, Any]:
     chosen = spread(responses, [r.category for r in responses], cfg.benchmark.max_prompts)
     if len(chosen) < FEWEST_PROMPTS:
         raise EagleError(f"the benchmark needs at least {FEWEST_PROMPTS} eval prompts, not {len(chosen)}")
+    if planted_in("benchmark", cfg.planted):
+        from eagle3x.diagnosis.faults import without_template
+
+        log("benchmark: planted on purpose: prompts without their template")
+        chosen = [without_template(response, target) for response in chosen]
     with ExitStack() as stack:
         job = Job(_longest(chosen, run.cfg), run.work / LOGS)
         engine = stack.enter_context(adapter(slot.backend.name).open(slot, target, cfg.hardware, job))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from eagle3x.capture import trained_boundaries
 from eagle3x.data.records import read_responses
 from eagle3x.data.shards import Shards, ShardSpec, ShardWriter, estimate_bytes, require_space
+from eagle3x.diagnosis.planted import planted_in
 from eagle3x.engines.config import LOGS, Job
 from eagle3x.progress import log, track
-from eagle3x.types import EagleError, Response, Split, TokenSample
+from eagle3x.types import EagleError, HiddenStates, Response, Split, TokenSample
 
 if TYPE_CHECKING:
     from eagle3x.engines.base import Engine
@@ -62,7 +63,7 @@ def make(run: StageRun) -> dict[str, Any]:
         waiting = [r for r in kept if r.id not in done]
         require_space(run.work, estimate_bytes([len(r.token_ids) for r in waiting], spec))
         for split in splits:
-            _capture(engine, [r for r in waiting if r.split == split], writers[split], split)
+            _capture(run, engine, [r for r in waiting if r.split == split], writers[split], split)
     written = {split: Shards(run.work / split) for split in get_args(Split)}
     return {
         "splits": {split: _counts([r for r in responses if r.split == split], written[split]) for split in written},
@@ -126,14 +127,14 @@ def _spec(
     return ShardSpec(boundaries, hidden_size, own if dtype == "auto" else dtype, states.last_norm)
 
 
-def _capture(engine: Engine, responses: Sequence[Response], writer: ShardWriter, split: Split) -> None:
+def _capture(run: StageRun, engine: Engine, responses: Sequence[Response], writer: ShardWriter, split: Split) -> None:
     """Capture what is still missing, longest first (so that a sample that does not fit fails at once), and close."""
     ordered = sorted(responses, key=lambda r: len(r.token_ids), reverse=True)
     missing = {r.id: r for r in ordered}
     start = time.monotonic()
     samples = [TokenSample(r.id, r.token_ids) for r in ordered]
     with writer:
-        states = engine.capture(samples, writer.spec.boundaries) if samples else ()
+        states = _states(run, engine, samples, writer.spec.boundaries) if samples else ()
         for captured in track(states, f"Hidden states ({split})", len(samples)):
             response = missing.pop(captured.id, None)
             if response is None:
@@ -145,3 +146,16 @@ def _capture(engine: Engine, responses: Sequence[Response], writer: ShardWriter,
     tokens, seconds = sum(len(r.token_ids) for r in ordered), time.monotonic() - start
     if tokens:
         log(f"Hidden states ({split}): {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")
+
+
+def _states(
+    run: StageRun, engine: Engine, samples: Sequence[TokenSample], boundaries: tuple[int, ...]
+) -> Iterator[HiddenStates]:
+    """What the engine captures; in a control with a fault of capture, what a wrong engine would."""
+    faults = planted_in("hidden_states", run.cfg.planted)
+    if not faults:
+        return engine.capture(samples, boundaries)
+    from eagle3x.diagnosis.faults import capture
+
+    log(f"hidden states: planted on purpose: {', '.join(faults)}")
+    return capture(engine, samples, boundaries, faults, run.target)

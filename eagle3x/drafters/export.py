@@ -25,7 +25,9 @@ from eagle3x.capture import (
     exported_keys,
     predicted_boundaries,
 )
+from eagle3x.diagnosis.planted import planted_in
 from eagle3x.drafters.architecture import Architecture
+from eagle3x.progress import log
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -99,6 +101,11 @@ def make(run: StageRun) -> dict[str, Any]:
     for file in sorted([*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json")]):
         _link(file, directory / file.name)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if faults := planted_in("export", cfg.planted):
+        from eagle3x.diagnosis.faults import tamper
+
+        log(f"export: planted on purpose: {', '.join(faults)}")
+        tamper(directory, faults, run.target)
 
     export = Export(directory, trained, n, sglang_refused, note)
     record = {

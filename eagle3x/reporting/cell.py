@@ -14,14 +14,15 @@ from eagle3x.reporting.masking import masked, masked_strings, masked_text
 from eagle3x.types import EagleError
 
 RECORD = "cell_record.json"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Cell:
     """One combination of a matrix, done or failed.
 
-    `config` is the resolved config as plain values; `benchmark_dir` the benchmark artifact (None if it failed before).
+    `config` is the resolved config as plain values; `benchmark_dir` the benchmark artifact (None if it failed before),
+    `diagnosis_dir` the diagnosis (None if none was asked for).
     `manifests`: stage name -> the artifact's manifest; `reused`: stage name -> whether this run found it finished.
     """
 
@@ -29,6 +30,7 @@ class Cell:
     overrides: tuple[str, ...]
     config: dict[str, Any]
     benchmark_dir: Path | None
+    diagnosis_dir: Path | None
     manifests: dict[str, dict[str, Any]]
     reused: dict[str, bool]
     training_metrics: Path | None
@@ -57,6 +59,7 @@ def save_cell(cell: Cell, run_dir: Path) -> None:
         "overrides": list(cell.overrides),
         "config": cell.config,
         "benchmark_dir": _absolute(cell.benchmark_dir),
+        "diagnosis_dir": _absolute(cell.diagnosis_dir),
         "manifests": cell.manifests,
         "reused": cell.reused,
         "training_metrics": _absolute(cell.training_metrics),
@@ -98,6 +101,7 @@ def _load(path: Path) -> Cell:
         overrides=tuple(record["overrides"]),
         config=record["config"],
         benchmark_dir=_path(record["benchmark_dir"]),
+        diagnosis_dir=_path(record["diagnosis_dir"]),
         manifests=record["manifests"],
         reused=record["reused"],
         training_metrics=_path(record["training_metrics"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eagle3x.reporting.diagnosis import verdict
 from eagle3x.reporting.summary import CellSummary, Measurement, PairedDifference
 from eagle3x.reporting.words import count, figure, minus, times
 
@@ -12,9 +13,12 @@ def headline(cells: Sequence[CellSummary], comparisons: Sequence[PairedDifferenc
     """One sentence about one cell, or about a matrix."""
     if len(cells) == 1:
         cell = cells[0]
-        return _failure(cell) if cell.measured is None else _one(cell.measured)
+        said = [] if cell.diagnosis is None else [verdict(cell.diagnosis)]
+        if cell.measured is None and not said:
+            return _failure(cell)
+        return "; ".join([*said, *([] if cell.measured is None else [_one(cell.measured)])])
     measured = [(c, c.measured) for c in cells if c.measured is not None]
-    failed = [c for c in cells if c.measured is None]
+    failed = [c for c in cells if c.status == "failed"]
     if not measured:
         return f"All {len(cells)} cells failed; the first: {_failure(cells[0])}"
     parts = [_best(measured), *_wrong(measured, comparisons)]

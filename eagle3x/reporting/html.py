@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from eagle3x.reporting.diagnosis import ladder_figure
+from eagle3x.reporting.entries import Tone
 from eagle3x.reporting.figures import acceptance_figures
 from eagle3x.reporting.run_figures import run_figures
 from eagle3x.reporting.summary import IdenticalOutputs, Measurement, Summary
-from eagle3x.reporting.tables import Tone, all_tables, match, rate
+from eagle3x.reporting.tables import all_tables, match, rate
 from eagle3x.reporting.words import NONE, TIMES, count, figure, numbers, percent, seconds, times
 
 
@@ -32,7 +34,8 @@ def html_report(summary: Summary) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     first, _, rest = summary.headline.partition("; ")
-    figures = [*acceptance_figures(summary), *run_figures(summary)]
+    ladder = ladder_figure(summary)
+    figures = [*([ladder] if ladder else []), *acceptance_figures(summary), *run_figures(summary)]
     figures.sort(key=lambda f: f.id == "categories")  # the tallest last, so that the columns end about level
     return environment.get_template("report.html").render(
         summary=summary,

@@ -6,8 +6,9 @@ import re
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from eagle3x.reporting.entries import Entry, Table
 from eagle3x.reporting.summary import Summary
-from eagle3x.reporting.tables import Entry, Table, all_tables
+from eagle3x.reporting.tables import all_tables
 
 
 def markdown_report(summary: Summary) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from eagle3x.reporting.cell import Cell, load_cells, save_cell, without_credentials, write_atomically
 from eagle3x.reporting.comparisons import compare_cells, first_pairs, found_confounders
 from eagle3x.reporting.confounders import short_names
+from eagle3x.reporting.controls import find_controls
 from eagle3x.reporting.headline import headline
 from eagle3x.reporting.html import html_report
 from eagle3x.reporting.markdown import markdown_report
@@ -61,4 +62,5 @@ def summarize(cells: Sequence[Cell], command: str) -> Summary:
         headline=headline(summaries, comparisons),
         cells=tuple(summaries),
         comparisons=tuple(comparisons),
+        controls=tuple(find_controls(summaries, comparisons)),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 from eagle3x.reporting.curves import Curves, thinned
+from eagle3x.reporting.entries import Entry
 from eagle3x.reporting.figures import COLOURS, WIDTH, Figure
 from eagle3x.reporting.summary import STAGES, Boundaries, CellSummary, Summary
 from eagle3x.reporting.svg import Canvas, Scale, fitted, padded
-from eagle3x.reporting.tables import Entry, match
+from eagle3x.reporting.tables import match
 from eagle3x.reporting.words import MINUS, numbers, seconds
 
 MOST_POINTS = 150

@@ -146,6 +146,8 @@ class CellSummary:
     error: str | None
     overrides: tuple[str, ...]
     measured: Measurement | None
+    diagnosis: dict[str, Any] | None
+    """The content of diagnosis.json (docs/diagnosis.md); None if none was asked for."""
     stages: dict[str, StageCost]
     curves: Curves | None
     confounders: tuple[Confounder, ...]
@@ -173,6 +175,27 @@ class PairedDifference:
 
 
 @dataclass(frozen=True)
+class Control:
+    """A cell in which something is broken on purpose, or nothing.
+
+    planted, named: kinds of causes. rungs: where the ladder lost it. tau_lost: the paired difference to the cell in
+    which nothing is planted, None without one; predicted: the same by replay.
+    """
+
+    cell: str
+    planted: tuple[str, ...]
+    named: tuple[str, ...]
+    rungs: tuple[str, ...]
+    tau_lost: Interval | None
+    predicted: Interval | None
+
+    @property
+    def right(self) -> bool:
+        """Whether exactly what was planted is named."""
+        return set(self.planted) == set(self.named)
+
+
+@dataclass(frozen=True)
 class Summary:
     """A whole run: one cell, or all cells of a matrix with their comparisons. `headline` is the one sentence."""
 
@@ -181,6 +204,7 @@ class Summary:
     headline: str
     cells: tuple[CellSummary, ...]
     comparisons: tuple[PairedDifference, ...]
+    controls: tuple[Control, ...]
 
     @property
     def measured(self) -> list[tuple[CellSummary, Measurement]]:
@@ -200,6 +224,7 @@ class Summary:
             "headline": self.headline,
             "cells": [_cell_json(c) for c in self.cells],
             "comparisons": [asdict(c) for c in self.comparisons],
+            "controls": [{**asdict(c), "right": c.right} for c in self.controls],
         }
 
     def dumps(self) -> str:
@@ -210,8 +235,9 @@ class Summary:
 def summarize_cell(cell: Cell, label: str, found: tuple[Confounder, ...]) -> CellSummary:
     """Read a cell's artifacts. The cell must be without credentials already."""
     measured = None if cell.error is not None or cell.benchmark_dir is None else _measurement(cell, cell.benchmark_dir)
+    diagnosis = None if cell.diagnosis_dir is None else _diagnosis(cell, cell.diagnosis_dir)
     error = cell.error
-    if measured is None and error is None:
+    if measured is None and diagnosis is None and error is None:
         error = "no benchmark was made"
     return CellSummary(
         name=cell.name,
@@ -220,6 +246,7 @@ def summarize_cell(cell: Cell, label: str, found: tuple[Confounder, ...]) -> Cel
         error=error,
         overrides=cell.overrides,
         measured=measured,
+        diagnosis=diagnosis,
         stages=_stages(cell),
         curves=_curves(cell.training_metrics),
         confounders=found,
@@ -239,6 +266,14 @@ def _measurement(cell: Cell, directory: Path) -> Measurement:
         return _parse(record, cell)
     except (OSError, KeyError, TypeError, ValueError) as e:
         raise EagleError(f"cannot read the benchmark of cell {cell.name}, {path}: {type(e).__name__}: {e}") from e
+
+
+def _diagnosis(cell: Cell, directory: Path) -> dict[str, Any]:
+    path = directory / "diagnosis.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise EagleError(f"cannot read the diagnosis of cell {cell.name}, {path}: {e}") from e
 
 
 def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
@@ -318,6 +353,7 @@ def _cell_json(cell: CellSummary) -> dict[str, Any]:
         "error": cell.error,
         "overrides": list(cell.overrides),
         **figures,
+        "diagnosis": cell.diagnosis,
         "stages": {name: asdict(s) for name, s in cell.stages.items()},
         "confounders": [asdict(c) for c in cell.confounders],
     }

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from eagle3x.benchmark.statistics import Interval
+from eagle3x.reporting.controls import controls_table
+from eagle3x.reporting.diagnosis import diagnosis_tables
+from eagle3x.reporting.entries import Entry, Table
 from eagle3x.reporting.summary import CellSummary, Measurement, Summary
 from eagle3x.reporting.words import MINUS, NONE, count, figure, minus, numbers, percent, seconds, times
 
-Tone = Literal["", "good", "bad", "quiet", "code"]
 MOST_ROWS = 40
 """Listed differences beyond this stay in summary.json."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One table cell. `tone` is for the eye only: the text says the same."""
-
-    text: str
-    tone: Tone = ""
-    note: str = ""
-    """What belongs to the value and is less than it: its interval."""
-
-    @property
-    def flat(self) -> str:
-        """Text and note on one line."""
-        return f"{self.text}{' ' if self.note.startswith('[') else ', '}{self.note}" if self.note else self.text
-
-
-@dataclass(frozen=True)
-class Table:
-    """`rows[i][0]` names row i."""
-
-    id: str
-    title: str
-    note: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[Entry, ...], ...]
 
 
 def all_tables(summary: Summary) -> list[Table]:
     """Every table that has rows, in reading order."""
     tables = [
+        controls_table(summary),
+        *diagnosis_tables(summary),
         cells_table(summary),
         acceptance_table(summary),
         comparisons_table(summary),
@@ -231,7 +208,8 @@ def probe_text(probe: dict[str, Any] | None) -> str:
 def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
     m = c.measured
     if m is None:
-        return (Entry(c.label), Entry("failed", "bad"), *(Entry(NONE, "quiet") for _ in range(7)))
+        said = Entry("failed", "bad") if c.status == "failed" else Entry("not served", "quiet")
+        return (Entry(c.label), said, *(Entry(NONE, "quiet") for _ in range(7)))
     replay, same = m.replay, m.identical_outputs
     agreed = Entry("does not apply", "quiet")
     if replay is not None:

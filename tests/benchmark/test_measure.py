@@ -92,7 +92,7 @@ def stage_run(
     write_responses(texts, eval_responses(known))
     cfg = SimpleNamespace(
         benchmark=benchmark, speculation=Speculation.chain(K), hardware=Hardware("cpu", 1, None),
-        seed=1,
+        seed=1, planted=(),
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=TOKENS, eval_max_new_tokens=TOKENS,
                           continuation_tokens=8),
     )  # fmt: skip

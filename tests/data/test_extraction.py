@@ -110,6 +110,7 @@ def stage(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) 
             capture=SimpleNamespace(offset=1, dtype="auto", probe_tokens=24),
             hardware=SimpleNamespace(device="cpu"),
             hidden_states=SimpleNamespace(source=None),
+            planted=(),
         ),
         work=tmp_path / "work",
         inputs={"responses": SimpleNamespace(path=source)},

@@ -60,6 +60,7 @@ def stage_run(
             cfg=SimpleNamespace(
                 target=SimpleNamespace(aux_layer_ids=target_ids),
                 serve=SimpleNamespace(capture=capture, aux_layer_ids=aux_layer_ids),
+                planted=(),
             ),
             inputs={
                 "drafter": SimpleNamespace(path=path / "drafter", manifest=SimpleNamespace(facts=facts)),

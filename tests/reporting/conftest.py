@@ -156,6 +156,7 @@ def make_cell(tmp_path: Path) -> MakeCell:
             overrides=overrides,
             config=copy.deepcopy(cfg or config()),
             benchmark_dir=folder / "benchmark",
+            diagnosis_dir=None,
             manifests=manifests(drafter),
             reused={stage: stage in reused for stage in manifests()},
             training_metrics=folder / "drafter" / "metrics.jsonl",
@@ -171,6 +172,7 @@ def failed_cell() -> Cell:
     """A cell whose engine died before its benchmark."""
     return Cell(
         name="backend=sglang", overrides=("backend=sglang",), config=config("sglang"), benchmark_dir=None,
+        diagnosis_dir=None,
         manifests={k: v for k, v in manifests().items() if k in ("prompts", "responses")},
         reused={"prompts": True, "responses": True}, training_metrics=None, capture_probe=None,
         error="the server ended with code -9 <before it was ready>\nlast lines:\nRuntimeError: out of memory",

@@ -1,0 +1,339 @@
+"""The diagnose stage: climb the ladder, look for causes, and say what to change.
+
+diagnosis.json    rungs, steps, the grid of offset and states, causes, finder, drift
+logs/             of the engines that captured states
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eagle3x.benchmark.cell import ACCEPTANCE, CELL
+from eagle3x.benchmark.measure import TEXTS, spread
+from eagle3x.benchmark.records import counters_of, read_batches, read_lines, requests
+from eagle3x.benchmark.statistics import Bootstrap
+from eagle3x.capture import reader_of
+from eagle3x.data.records import read_responses
+from eagle3x.diagnosis.captured_text import Text
+from eagle3x.diagnosis.conditions import Condition, Replays, replay_all
+from eagle3x.diagnosis.evidence import Evidence, SlotDifference, causes, header
+from eagle3x.diagnosis.export_changes import Change, changes
+from eagle3x.diagnosis.ladder import Rung, climb
+from eagle3x.diagnosis.offset_quantization import OffsetQuantization, two_by_two
+from eagle3x.drafters import checkpoint
+from eagle3x.drafters.export import CHECKPOINT, Export, Fed, read_export
+from eagle3x.engines import adapter
+from eagle3x.engines.config import LOGS, Job, Slot
+from eagle3x.progress import log
+from eagle3x.types import EagleError, Response, SpecCounters
+
+if TYPE_CHECKING:
+    from eagle3x.drafters.eagle3 import Eagle3
+    from eagle3x.pipeline import StageRun
+
+DIAGNOSIS = "diagnosis.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the benchmark left: the texts that the served target wrote, and the counters of each."""
+
+    texts: tuple[Text, ...]
+    counters: tuple[SpecCounters, ...]
+    cell: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The drafter as trained (None for one from elsewhere) and as served; why the served one cannot be loaded."""
+
+    trained: Eagle3 | None
+    served: Eagle3 | None
+    unloadable: str | None
+    changes: tuple[Change, ...]
+
+
+def make(run: StageRun) -> dict[str, Any]:
+    """Write `diagnosis.json` into `run.work`; the facts are its verdict.
+
+    Raises:
+        EagleError: no rung can be climbed, or an engine does not do what it promises.
+    """
+    cfg, target = run.cfg, run.target
+    k = cfg.speculation.num_speculative_tokens
+    bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
+    export = read_export(run.inputs["export"].path)
+    slot = run.slot("serve")
+    identity = adapter(slot.backend.name).identity(slot, target, cfg.hardware)
+    fed = export.fed(reader_of(identity, target.model_class))
+    claimed = export.trained or fed.predicted
+    if claimed is None:
+        raise EagleError(f"nobody knows which boundaries the drafter reads, and it cannot be served: {fed.refused}")
+    responses = read_responses(run.inputs["responses"].path, "eval")
+    chosen = spread(responses, [r.category for r in responses], cfg.benchmark.max_prompts)
+    served, not_served = _served(run, chosen)
+    texts = tuple(_eval_text(r, k) for r in chosen)
+    loaded = _load(run, export)
+
+    plain, _ = _plain(run, loaded, export, fed, claimed, texts, served)
+    own, not_captured = _own(run, loaded, fed, claimed, plain, served)
+    rungs = _rungs(loaded, plain, own, served, not_served, not_captured, claimed, fed, run)
+    ladder = climb(rungs, [t.id for t in texts], bootstrap)
+    grid = _grid(plain, own, claimed, fed, served, bootstrap)
+    evidence = Evidence(
+        ladder=ladder,
+        claimed=export.trained,
+        fed=fed.predicted,
+        changes=loaded.changes,
+        unloadable=loaded.unloadable,
+        grid=grid,
+        slots=slot_differences(run.slot("extract"), slot),
+        headers=_headers(run, served),
+        probe_fed=_contradiction(served),
+        served_limit=_position_limit(export),
+        longest=max(len(t.token_ids) for t in (served.texts if served else texts)),
+        break_even=_break_even(served),
+    )
+    found = causes(evidence)
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        **ladder.as_dict(),
+        "claimed": list(claimed),
+        "said_by": export.note,
+        "fed": None if fed.predicted is None else list(fed.predicted),
+        "offset_quantization": None if grid is None else grid.as_dict(),
+        "slots": [vars(difference) for difference in evidence.slots],
+        "break_even": evidence.break_even,
+        "causes": [cause.as_dict() for cause in found],
+    }
+    (run.work / DIAGNOSIS).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    for cause in found:
+        log(f"diagnosis: {cause.kind} ({cause.rung}): {cause.sentence}; {cause.repair}")
+    return {"causes": [cause.kind for cause in found], "broken": [step.rung for step in ladder.broken]}
+
+
+def _eval_text(response: Response, k: int) -> Text:
+    tokens = response.token_ids[: response.prompt_tokens + response.response_tokens + k]
+    return Text(response.id, tokens, response.prompt_tokens, response.response_tokens)
+
+
+def _served(run: StageRun, chosen: list[Response]) -> tuple[Served | None, str | None]:
+    """What the benchmark measured, in the order of `chosen`; or why there is nothing."""
+    if "benchmark" not in run.inputs:
+        return None, run.failed["benchmark"]
+    directory = run.inputs["benchmark"].path
+    records = {r.id: r for r in requests(read_batches(directory / ACCEPTANCE))}
+    further = {line["id"]: line for line in read_lines(directory / TEXTS)}
+    if not further:
+        return None, "trees are not replayed: a rung would compare a tree with a chain; use speculation=chain"
+    if set(records) != {r.id for r in chosen}:
+        raise EagleError("the benchmark asked other prompts than the eval text has")
+    texts = []
+    for response in chosen:
+        record, line = records[response.id], further[response.id]
+        output = record.completion.token_ids
+        tokens = (*line["prompt_ids"], *output, *line["further"])
+        texts.append(Text(response.id, tuple(tokens), len(line["prompt_ids"]), len(output)))
+    cell = json.loads((directory / CELL).read_text(encoding="utf-8"))
+    return Served(tuple(texts), tuple(counters_of(records[r.id]) for r in chosen), cell), None
+
+
+def _load(run: StageRun, export: Export) -> Loaded:
+    trained = None
+    found: list[Change] = []
+    source = run.inputs["drafter"].path / CHECKPOINT
+    if run.cfg.drafter.source == "custom":
+        trained = checkpoint.load(source, run.target).eval().requires_grad_(False)
+    try:
+        published = checkpoint.read(export.directory)
+        served = checkpoint.module(published, run.target).eval().requires_grad_(False)
+    except EagleError as error:
+        return Loaded(trained, None, str(error), ())
+    if trained is not None:
+        found = changes(checkpoint.read(source), published, run.target)
+    return Loaded(trained, served, None, tuple(found))
+
+
+def _shifted(run: StageRun, claimed: tuple[int, ...], fed: Fed) -> tuple[int, ...] | None:
+    """The lower row of the grid: what is fed wrong, else one block late (or early at the target's end)."""
+    if fed.predicted is not None and fed.predicted != claimed and len(fed.predicted) == len(claimed):
+        return fed.predicted
+    by = 1 if claimed[-1] + 1 < run.target.num_blocks else -1
+    shifted = tuple(b + by for b in claimed)
+    return shifted if shifted[0] >= 1 else None
+
+
+def _plain(
+    run: StageRun,
+    loaded: Loaded,
+    export: Export,
+    fed: Fed,
+    claimed: tuple[int, ...],
+    texts: tuple[Text, ...],
+    served: Served | None,
+) -> tuple[dict[str, tuple[SpecCounters, ...]], Replays]:
+    """Replays on the extracting engine's states: of the eval text, and of the served text."""
+    cfg, k = run.cfg, run.cfg.speculation.num_speculative_tokens
+    kept_alike = loaded.trained is not None and loaded.served is not None and not loaded.changes
+    first = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
+    if loaded.served is not None and not kept_alike:
+        first.append(Condition("exported", loaded.served, claimed))
+    with _open(run, run.slot("extract"), (*texts, *(served.texts if served else ()))) as engine:
+        on_eval = replay_all(engine, texts, first, k, "ladder: eval text", cfg.diagnose.finder_prompts)
+        counters = dict(on_eval.counters)
+        if kept_alike:  # the same weights, read the same way
+            counters["exported"] = counters["trained"]
+        if served is not None and loaded.served is not None:
+            conditions = []
+            if served.texts == texts:
+                counters["responses"] = counters["exported"]
+            else:
+                conditions.append(Condition("responses", loaded.served, claimed))
+            if (shifted := _shifted(run, claimed, fed)) is not None:
+                conditions.append(Condition("shifted_plain", loaded.served, shifted))
+            counters |= replay_all(engine, served.texts, conditions, k, "ladder: served text").counters
+    return counters, on_eval
+
+
+def _own(
+    run: StageRun,
+    loaded: Loaded,
+    fed: Fed,
+    claimed: tuple[int, ...],
+    plain: dict[str, tuple[SpecCounters, ...]],
+    served: Served | None,
+) -> tuple[dict[str, tuple[SpecCounters, ...]], str | None]:
+    """Replays of the served text on the serving engine's own states; or why there are none."""
+    extract, slot = run.slot("extract"), run.slot("serve")
+    if loaded.served is None:
+        return {}, "the served checkpoint cannot be loaded"
+    if served is None:
+        return {}, "there is no served text"
+    if fed.predicted is None:
+        return {}, fed.refused
+    if len(fed.predicted) != len(claimed):
+        return {}, f"{len(fed.predicted)} boundaries are fed, the drafter reads {len(claimed)}"
+    if slot.backend.url is not None:
+        return {}, "an attached server cannot be asked for its states; start the engine here (serve.backend.url=null)"
+    shifted = _shifted(run, claimed, fed)
+    conditions = {"states": fed.predicted, "right_served": claimed, "shifted_served": shifted}
+    if _same_states(run, extract, slot):
+        by_boundaries = {claimed: plain["responses"], shifted: plain.get("shifted_plain")}
+        return {
+            name: rows
+            for name, boundaries in conditions.items()
+            if boundaries is not None and (rows := by_boundaries.get(boundaries)) is not None
+        }, None
+    asked = [Condition(name, loaded.served, b) for name, b in conditions.items() if b is not None]
+    with _open(run, slot, served.texts) as engine:
+        k = run.cfg.speculation.num_speculative_tokens
+        return dict(replay_all(engine, served.texts, asked, k, "ladder: the serving engine's states").counters), None
+
+
+def _same_states(run: StageRun, extract: Slot, serve: Slot) -> bool:
+    """Whether both slots are the same engine, so that capturing again would give the same."""
+    one, other = (adapter(s.backend.name).identity(s, run.target, run.cfg.hardware) for s in (extract, serve))
+    return one == other
+
+
+def _open(run: StageRun, slot: Slot, texts: tuple[Text, ...]) -> Any:
+    job = Job(max(len(t.token_ids) for t in texts), run.work / LOGS)
+    return adapter(slot.backend.name).open(slot, run.target, run.cfg.hardware, job)
+
+
+def _rungs(
+    loaded: Loaded,
+    plain: dict[str, tuple[SpecCounters, ...]],
+    own: dict[str, tuple[SpecCounters, ...]],
+    served: Served | None,
+    not_served: str | None,
+    not_captured: str | None,
+    claimed: tuple[int, ...],
+    fed: Fed,
+    run: StageRun,
+) -> list[Rung]:
+    extract, serve = run.slot("extract"), run.slot("serve")
+    states = f"states of {described(extract)} at {list(claimed)}"
+    elsewhere = "the drafter was not trained here" if loaded.trained is None else None
+    unloadable = None if loaded.unloadable is None else f"the checkpoint cannot be loaded: {loaded.unloadable}"
+    return [
+        _rung("trained", f"module as trained, eval text, {states}", plain, elsewhere),
+        _rung("exported", f"served checkpoint, eval text, {states}", plain, unloadable),
+        _rung("responses", f"text of {described(serve)}, {states}", plain, unloadable or not_served),
+        _rung("states", f"states of {described(serve)} at {list(fed.predicted or ())}", own, not_captured),
+        Rung("served", f"counted by {described(serve)}", served.counters if served else None, not_served),
+    ]
+
+
+def _rung(name: Any, what: str, found: dict[str, tuple[SpecCounters, ...]], why_not: str | None) -> Rung:
+    return Rung(name, what, found.get(name), None if name in found else why_not)
+
+
+def described(slot: Slot) -> str:
+    """The slot in a few words."""
+    quantized = "" if slot.quantization.scheme == "none" else f" {slot.quantization.scheme}"
+    attention = "" if slot.attention.name == "auto" else f" {slot.attention.name}"
+    return f"{slot.backend.name}{quantized}{attention}"
+
+
+def slot_differences(extract: Slot, serve: Slot) -> tuple[SlotDifference, ...]:
+    """In what the states that were trained on and those that are served may differ."""
+    pairs = (
+        ("engine", extract.backend.name, serve.backend.name),
+        ("quantization", extract.quantization.scheme, serve.quantization.scheme),
+        ("attention", extract.attention.name, serve.attention.name),
+        ("dtype", extract.backend.dtype, serve.backend.dtype),
+    )
+    return tuple(SlotDifference(what, a, b) for what, a, b in pairs if a != b)
+
+
+def _grid(
+    plain: dict[str, tuple[SpecCounters, ...]],
+    own: dict[str, tuple[SpecCounters, ...]],
+    claimed: tuple[int, ...],
+    fed: Fed,
+    served: Served | None,
+    bootstrap: Bootstrap,
+) -> OffsetQuantization | None:
+    cells = [plain.get("responses"), plain.get("shifted_plain"), own.get("right_served"), own.get("shifted_served")]
+    whole = [cell for cell in cells if cell is not None]
+    if served is None or len(whole) < len(cells):
+        return None
+    hypothetical = fed.predicted == claimed
+    by = 1 if hypothetical else 0
+    shifted = tuple(b + by for b in claimed) if hypothetical else tuple(fed.predicted or ())
+    return two_by_two(whole, [t.id for t in served.texts], claimed, shifted, hypothetical, bootstrap)
+
+
+def _headers(run: StageRun, served: Served | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The tokens before a response: in the text that was learned from (held out like it), and in the served text."""
+    if served is None:
+        return None
+    learned = [r for r in read_responses(run.inputs["responses"].path, "eval") if r.prompt_tokens]
+    return (
+        header([r.token_ids[: r.prompt_tokens] for r in learned]),
+        header([t.token_ids[: t.prompt_tokens] for t in served.texts]),
+    )
+
+
+def _contradiction(served: Served | None) -> tuple[int, ...] | None:
+    """The boundaries that the serve probe says are fed, where they are not the predicted ones."""
+    probe = served.cell["boundaries"]["serve_probe"] if served else None
+    return tuple(probe["fed"]) if probe is not None and probe["verdict"] == "wrong" else None
+
+
+def _position_limit(export: Export) -> int:
+    config = json.loads((export.directory / "config.json").read_text(encoding="utf-8"))
+    return int(config["max_position_embeddings"])
+
+
+def _break_even(served: Served | None) -> float | None:
+    """tau from which on the measured steps pay: what a verify step costs in plain ones. None without a timing pass."""
+    speedup = served.cell["speedup"] if served else None
+    if not speedup:
+        return None
+    first = next(iter(speedup.values()))
+    return None if first["tau"] is None else first["tau"] / first["decode"]["value"]
