@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 LOADED_WHOLE = 0.5
 """Share of the free memory that a target in float32 may take."""
+ONLY_STREAMED = ("fp8", "mxfp4")
+"""`quantization_config.quant_method` of checkpoints that transformers does not load in float32 on a CPU."""
 
 Kind = Literal[
     "stream", "final_normed", "input_normed", "block_output", "mlp_output", "before_mlp", "row_before", "row_after"
@@ -86,7 +88,7 @@ def must_stream(target: Target, device: torch.device = CPU) -> bool:
     """Whether the target cannot be loaded whole in float32.
 
     That is if it would take more than half of the device's free memory (its states, and what else runs here, need
-    room too), or if its weights are stored quantized: only the stream knows what those are in float32.
+    room too), or if its weights are stored in a way that transformers runs on a GPU alone.
     Raises EagleError for a quantization of which nothing is known.
     """
     from eagle3x.diagnosis.stored_weights import StoredWeights
@@ -94,7 +96,8 @@ def must_stream(target: Target, device: torch.device = CPU) -> bool:
     with StoredWeights(target) as weights:
         needed = weights.elements() * torch.float32.itemsize
     free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return target.quantization_config is not None or needed > LOADED_WHOLE * free
+    quantization = target.quantization_config or {}
+    return quantization.get("quant_method") in ONLY_STREAMED or needed > LOADED_WHOLE * free
 
 
 def reference_model(target: Target) -> PreTrainedModel:

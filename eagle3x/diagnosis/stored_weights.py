@@ -1,6 +1,7 @@
 """A checkpoint's weights in float32, one at a time: what a quantized file says, as numbers.
 
-Only weights: where an engine quantizes activations or its KV cache too, that is its own doing, and shows as drift.
+Where engines round a layer's inputs too, token by token (W8A8), `rounds_inputs` says so. What else an engine rounds
+(fp8 activations, its KV cache) is its own doing, and shows as drift.
 
     what is stored                                     weight
     weight (float)                                     weight
@@ -38,6 +39,8 @@ PARTS = ("_scale", "_scale_inv", "_scales", "_zero_point", "_shape", "_g_idx")
 NO_WEIGHTS = (*PARTS, "_global_scale")
 """Those, and what else says how an engine quantizes: it also ends so (input_scale, k_scale, activation_scale, ..)."""
 BITS = (4, 8)
+INT8_TOKENS = ("int", 8, "token", True)
+"""Type, bits, strategy and `dynamic` of a W8A8 scheme's inputs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ class StoredWeights:
     def __init__(self, target: Target) -> None:
         """Opens the files; EagleError for a quantization that is not read here."""
         self._name = target.name
-        self._block = _block(target.name, target.quantization_config)
+        quantization = target.quantization_config
+        self._block = None if quantization is None else _block(target.name, quantization)
+        self._rounds_inputs = quantization is not None and _rounds_inputs(target.name, quantization)
         self._files = ExitStack()
         opened: dict[Path, Any] = {}
         self._where: dict[str, Any] = {}
@@ -63,7 +68,7 @@ class StoredWeights:
                 opened[file] = self._files.enter_context(safe_open(file, framework="pt"))
             self._where[stored] = opened[file]
         plain = [Stored(name, {"": name}) for name in self._where]
-        found = plain if target.quantization_config is None else _quantized(self._where)
+        found = plain if quantization is None else _quantized(self._where)
         self._weights = {weight.name: weight for weight in found}
 
     def __enter__(self) -> Self:
@@ -73,6 +78,15 @@ class StoredWeights:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.close()
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the inputs of layers with quantized weights are rounded to 8-bit integers, token by token."""
+        return self._rounds_inputs
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether this weight is."""
+        return len(self._weights[name].parts) > 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,10 +120,8 @@ class StoredWeights:
         return 2 * prod(shape("_blocks")) if "_blocks" in weight.parts else prod(shape(""))
 
 
-def _block(name: str, quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
+def _block(name: str, quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     """The block that a scale is of, where scales are of blocks."""
-    if quantization is None:
-        return None
     method = quantization.get("quant_method")
     if method not in READ or quantization.get("transform_config"):
         what = f"{method} with transforms" if method in READ else method
@@ -117,12 +129,26 @@ def _block(name: str, quantization: Mapping[str, Any] | None) -> tuple[int, int]
             f"{name} is quantized by {what}, whose weights are not read here: there is no reference for it; those of"
             f" {', '.join(READ)} are read"
         )
-    weights = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+    weights = [group.get("weights") or {} for group in _groups(quantization)]
     blocks = [quantization.get("weight_block_size"), *(w.get("block_structure") for w in weights)]
     found = {tuple(block) for block in blocks if block}
     if len(found) > 1:
         raise EagleError(f"{name} is quantized in blocks of several sizes, {sorted(found)}: not read here")
     return found.pop() if found else None
+
+
+def _rounds_inputs(name: str, quantization: Mapping[str, Any]) -> bool:
+    inputs = [group.get("input_activations") or {} for group in _groups(quantization)]
+    found = [
+        (i.get("type"), i.get("num_bits"), i.get("strategy"), bool(i.get("dynamic"))) == INT8_TOKENS for i in inputs
+    ]
+    if any(found) and not all(found):
+        raise EagleError(f"{name} rounds the inputs of some of its quantized layers alone: not read here")
+    return any(found)
+
+
+def _groups(quantization: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list((quantization.get("config_groups") or {}).values())
 
 
 def _quantized(stored: Collection[str]) -> list[Stored]:

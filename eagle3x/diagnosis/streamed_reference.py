@@ -215,6 +215,16 @@ class _Skeleton:
         if wrong:
             raise EagleError(f"{self._name}: weights missing or of another shape: {', '.join(wrong[:5])}")
         self._compute_buffers(module)
+        if self._weights.rounds_inputs:
+            self._round_inputs(module)
+
+    def _round_inputs(self, module: nn.Module) -> None:
+        """Of the layers whose weights are stored quantized, as W8A8 kernels do."""
+        names = {part: name for name, part in self._model.named_modules()}
+        for part in module.modules():
+            stored = self._stored.get(f"{names[part]}.weight", [])
+            if isinstance(part, nn.Linear) and any(map(self._weights.is_quantized, stored)):
+                part.register_forward_pre_hook(lambda _, args: (_rounded(args[0]), *args[1:]))
 
     def _compute_buffers(self, module: nn.Module) -> None:
         """Such as rotary frequencies: `_init_weights` is where transformers computes them."""
@@ -234,7 +244,8 @@ class _Skeleton:
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         prefix = self._model.base_model_prefix
-        return rename_source_key(name, renamings, converters, prefix, self._parameters)[0]
+        found, _ = rename_source_key(name, renamings, converters, prefix, self._parameters)
+        return found if found in self._parameters else name
 
 
 def _without_weights(target: Target) -> PreTrainedModel:
@@ -255,6 +266,13 @@ def _keep_outputs(block: Any, outputs: list[Tensor]) -> Any:
     if not hasattr(block, "mlp"):
         return None
     return block.mlp.register_forward_hook(lambda _module, _args, output: outputs.append(_stream(output)))
+
+
+def _rounded(inputs: Tensor) -> Tensor:
+    """[B, T, I]: each token's inputs as multiples of a 127th of the largest (vLLM csrc/cpu/dnnl_kernels.cpp, SGLang
+    int8_kernel.py)."""
+    scale = inputs.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (inputs / scale).round() * scale
 
 
 def _stream(output: Any) -> Tensor:

@@ -93,7 +93,10 @@ def test_what_cannot_be_read_again_is_computed_again(tiny_target: Target, kept: 
     assert (loaded.candidates, loaded.num_blocks) == (first.candidates, 6)
 
 
-def quantized(target: Target, folder: Path, bits: int) -> Target:
+INT8_INPUTS = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}
+
+
+def quantized(target: Target, folder: Path, bits: int, inputs: dict[str, Any] | None = None) -> Target:
     """The target's projections rounded to nearest: int8 by row or int4 in groups of 8, as compressed-tensors has it."""
     path = shutil.copytree(target.path, folder)
     tensors = {}
@@ -114,15 +117,16 @@ def quantized(target: Target, folder: Path, bits: int) -> Target:
         tensors[f"{name}_shape"] = torch.tensor([rows, columns])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}
+    groups = {"group_0": {"weights": {"num_bits": bits, "type": "int"}, "input_activations": inputs}}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
     (path / "config.json").write_text(json.dumps(config))
     return dataclasses.replace(target, path=path)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_quantized_target(bits: int, tiny_target: Target, tmp_path: Path) -> None:
-    """Against the whole target with weights that were rounded here."""
-    target = quantized(tiny_target, tmp_path / "quantized", bits)
+@pytest.mark.parametrize(("bits", "inputs"), [(8, None), (8, INT8_INPUTS), (4, None)])
+def test_a_quantized_target(bits: int, inputs: dict[str, Any] | None, tiny_target: Target, tmp_path: Path) -> None:
+    """Against the whole target with weights, and inputs of its projections, that were rounded here."""
+    target = quantized(tiny_target, tmp_path / "quantized", bits, inputs)
     model = reference_model(tiny_target)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -131,8 +135,17 @@ def test_a_quantized_target(bits: int, tiny_target: Target, tmp_path: Path) -> N
                 grouped = weight.reshape(rows, -1, 8 if bits == 4 else columns)
                 scale = grouped.abs().amax(2, keepdim=True) / (2 ** (bits - 1) - 1)
                 weight.copy_(((grouped / scale).round() * scale).reshape(rows, columns))
+
+    def rounded(_module: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+        scale = args[0].abs().amax(-1, keepdim=True) / 127
+        return (args[0] / scale).round() * scale
+
+    if inputs:
+        for name, module in model.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(rounded)
     expected = run_reference(model, TEXT)
-    found = reference_states(target, TEXT)  # streamed, since it is quantized
+    (found,) = StreamedTarget(target).references([TEXT])
     assert torch.equal(found.states, expected.states)
     assert (found.of(6) - reference_states(tiny_target, TEXT).of(6)).norm() > 0.01 * found.of(6).norm()
 
@@ -143,7 +156,10 @@ def test_half_of_the_free_memory_is_for_the_weights(
     needed = 4 * sum(t.numel() for t in load_file(tiny_target.path / "model.safetensors").values())
     monkeypatch.setattr(reference_module, "available_memory", lambda: 2 * needed)
     assert not must_stream(tiny_target)
-    assert must_stream(quantized(tiny_target, tmp_path / "quantized", 8))
+    path = shutil.copytree(tiny_target.path, tmp_path / "target")
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (path / "config.json").write_text(json.dumps(config))
+    assert must_stream(dataclasses.replace(tiny_target, path=path))
     whole = reference_states(tiny_target, TEXT)
     monkeypatch.setattr(reference_module, "available_memory", lambda: 2 * needed - 2)
     assert must_stream(tiny_target)
@@ -171,7 +187,7 @@ def test_a_decoder_that_does_more_between_its_blocks_is_refused(
         list(StreamedTarget(tiny_target).references([TEXT]))
 
 
-HIDDEN, BLOCKS = 512, 16
+HIDDEN, BLOCKS = 512, 12
 LIMITED = """
 import os, resource, sys
 from pathlib import Path
@@ -181,28 +197,32 @@ from eagle3x.diagnosis.streamed_reference import StreamedTarget
 from eagle3x.config import TargetConfig
 from eagle3x.targets import resolve
 
-path, room, text = Path(sys.argv[1]), int(sys.argv[2]), [int(token) for token in sys.argv[3].split(",")]
-target = resolve(TargetConfig(
-    name="large", path=str(path), wheel=None, hub_id=None, revision=None, trust_remote_code=False, aux_layer_ids=(1, 3),
-))
+def target_at(path):
+    return resolve(TargetConfig(
+        name="target", path=path, wheel=None, hub_id=None, revision=None, trust_remote_code=False, aux_layer_ids=(1, 3),
+    ))
+
+small, large = map(target_at, sys.argv[1:3])
+room, text = int(sys.argv[3]), [int(token) for token in sys.argv[4].split(",")]
+list(StreamedTarget(small).references([text]))  # what is imported on the way is not what is measured
 status = Path("/proc/self/status").read_text()
 data = int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]) * 1024
 # A checkpoint that is mapped counts as data too, although its pages can always be dropped.
-limit = data + (path / "model.safetensors").stat().st_size + room
+limit = data + (large.path / "model.safetensors").stat().st_size + room
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 if (child := os.fork()) == 0:
     try:
-        reference_model(target)
+        reference_model(large)
     except (RuntimeError, MemoryError) as error:
         os._exit(0 if "memory" in str(error) or isinstance(error, MemoryError) else 2)
     os._exit(1)
 assert os.waitpid(child, 0)[1] == 0, "the whole target fits: this test says nothing"
-list(StreamedTarget(target).references([text]))
+list(StreamedTarget(large).references([text]))
 """
 
 
 def test_in_less_memory_than_the_target_takes(tiny_target: Target, tmp_path: Path) -> None:
-    """16 blocks of 24 MB in float32, 380 MB, stored in bfloat16; with 160 MB for weights, states and threads."""
+    """12 blocks of 23 MB in float32, stored in bfloat16; with 126 MB for weights, states and threads."""
     path = tmp_path / "large"
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
@@ -217,13 +237,14 @@ def test_in_less_memory_than_the_target_takes(tiny_target: Target, tmp_path: Pat
     for file in tiny_target.path.iterdir():
         if "token" in file.name:
             shutil.copyfile(file, path / file.name)
-    room = 160 * 1024**2
+    room = 120 * 1024**2
     assert needed > 2 * room
     text = ",".join(map(str, TEXT))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(path), str(room), text], env=environment, capture_output=True, text=True
-    )
+        [sys.executable, "-c", LIMITED, str(tiny_target.path), str(path), str(room), text],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     target: Any = dataclasses.replace(tiny_target, path=path, num_blocks=BLOCKS)
     streamed = ReferenceCache(target, "cpu").load_reference(TEXT)
