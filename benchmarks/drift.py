@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     drifts: dict[str, Drift] = {}
     for name, other in others.items():
         drifts[name] = drift(reference, other)
-        _rows(name, drifts[name], cost(drafter, reference, other, boundaries, k, Bootstrap()))
+        _rows(name, drifts[name], cost(drafter, reference, other, drifts[name], boundaries, k, Bootstrap()))
     Path("drift.svg").write_text(drift_figure({name: found.as_dict() for name, found in drifts.items()}).svg)
 
 

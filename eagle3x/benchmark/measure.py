@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,12 +35,12 @@ from eagle3x.types import EagleError, Request, Response, TokenSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eagle3x.config import Config
+    from eagle3x.config import Config, Hardware
     from eagle3x.diagnosis.captured_text import Captures
     from eagle3x.diagnosis.replay import ReplaySample
-    from eagle3x.diagnosis.streamed_reference import StreamedTarget
     from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
+    from eagle3x.targets import Target
 
 T = TypeVar("T")
 TEXTS = "texts.jsonl"
@@ -96,13 +96,11 @@ def make(run: StageRun) -> dict[str, Any]:
             log("trees are not replayed: what this cell accepts is compared with a chain's by the report")
         else:
             _continue_texts(run, engine, chosen)
+            reference: Captures = engine
             if not _is_reference(slot):
                 stack.close()  # two engines need not fit into the memory together
-                reference = reference_slot(slot)
-                engine = _streamed(run) or stack.enter_context(
-                    adapter(reference.backend.name).open(reference, target, cfg.hardware, job)
-                )
-            _replay_pass(run, engine, export, asked)
+                reference = stack.enter_context(open_reference(slot, target, cfg.hardware, job))
+            _replay_pass(run, reference, export, asked)
     cell = summarise(run.work, cfg)
     (run.work / CELL).write_text(json.dumps(cell, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     tau = cell["tau"]
@@ -144,14 +142,17 @@ def reference_slot(slot: Slot) -> Slot:
     return Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
 
 
-def _streamed(run: StageRun) -> StreamedTarget | None:
-    """The same states of a target that no engine here holds in float32; None for one that fits."""
+def open_reference(slot: Slot, target: Target, hardware: Hardware, job: Job) -> AbstractContextManager[Captures]:
+    """What captures those states: the transformers engine, or the streamed target where that does not fit."""
     from eagle3x.diagnosis.reference import must_stream
     from eagle3x.diagnosis.streamed_reference import StreamedTarget
     from eagle3x.engines.transformers_model import device_of
 
-    device = device_of(run.cfg.hardware)
-    return StreamedTarget(run.target, device) if must_stream(run.target, device) else None
+    device = device_of(hardware)
+    if must_stream(target, device):
+        return nullcontext(StreamedTarget(target, device))
+    reference = reference_slot(slot)
+    return adapter(reference.backend.name).open(reference, target, hardware, job)
 
 
 def _longest(chosen: Sequence[Response], cfg: Config) -> int:

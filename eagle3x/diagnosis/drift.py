@@ -2,7 +2,8 @@
 reference.
 
     error_t    = |c_t - r_t| / |r_t|       of token t: c captured there, r of the reference, at the same boundary
-    nearest    = the reference's boundary b' whose median error is smallest, if most tokens agree on it
+    nearest    = the reference's boundary b' with the smallest median of |c_t - r'_t| / |c_t|, as in the capture probe,
+                 if most tokens agree on it
     offset     = b' - b                    0 unless the capture is of another block
     noise      = median of |c_t - r'_t| / |r'_t|, r' at boundary b': what is left once the offset is taken away
 
@@ -12,7 +13,7 @@ activations beside which nothing else is seen. Shapes: T tokens of a text, N tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +130,9 @@ def drift(reference: Sequence[CapturedText], other: Sequence[CapturedText]) -> D
     known = reference[0].boundaries
     if missing := sorted(set(boundaries) - set(known)):
         raise EagleError(f"drift: the reference has boundaries {list(known)}, but not {missing}")
-    at = {
-        b: {k: torch.cat([_errors(o.at(b), r.at(k)) for r, o in pairs]) for k in known} for b in boundaries
-    }  # fmt: skip
     same_side = reference[0].last_norm == other[0].last_norm
     return Drift(
-        tuple(_boundary(b, errors, pairs) for b, errors in at.items()),
+        tuple(_boundary(b, known, pairs) for b in boundaries),
         _distance([(r.last, o.last) for r, o in pairs]) if same_side else None,
         len(pairs),
         sum(len(o.text.token_ids) - LEFT_OUT for _, o in pairs),
@@ -151,24 +149,25 @@ def cost(
     drafter: Eagle3,
     reference: Sequence[CapturedText],
     other: Sequence[CapturedText],
+    found: Drift,
     boundaries: Sequence[int],
     num_speculative_tokens: int,
     bootstrap: Bootstrap,
 ) -> Cost:
-    """What the drift of `other` costs a drafter that is fed `boundaries` of it.
+    """What the drift that was `found` in `other` costs a drafter that is fed `boundaries` of it.
 
     Raises EagleError as `drift` and `replay` do, and for fewer than two texts, of which there is no interval.
     """
     pairs = _paired(reference, other)
     prompts = [r.text.id for r, _ in pairs]
-    fed = drift(reference, other).nearest(boundaries)
+    fed = found.nearest(boundaries)
 
     def counted(samples: Iterable[CapturedText], at: Sequence[int]) -> list[SpecCounters]:
         return replay(drafter, (sample.fed(at) for sample in samples), num_speculative_tokens)
 
     right = counted((r for r, _ in pairs), boundaries)
     drifted = counted((o for _, o in pairs), boundaries)
-    found = compare_tau(drifted, right, prompts, bootstrap)
+    compared = compare_tau(drifted, right, prompts, bootstrap)
     offset = noise = None
     if fed != tuple(boundaries):
         shifted = counted((r for r, _ in pairs), fed)
@@ -180,13 +179,13 @@ def cost(
         num_speculative_tokens,
         tau_interval(right, prompts, bootstrap),
         tau_interval(drifted, prompts, bootstrap),
-        found.difference,
-        found.detectable,
-        found.p_value,
-        found.verdict,
+        compared.difference,
+        compared.detectable,
+        compared.p_value,
+        compared.verdict,
         offset,
         noise,
-        found.prompts,
+        compared.prompts,
     )
 
 
@@ -207,15 +206,16 @@ def _paired(
     return pairs
 
 
-def _boundary(
-    boundary: int, errors: Mapping[int, Tensor], pairs: Sequence[tuple[CapturedText, CapturedText]]
-) -> BoundaryDrift:
-    own = _distance([(r.at(boundary), o.at(boundary)) for r, o in pairs])
-    nearest = min(errors, key=lambda b: (float(errors[b].median()), abs(b - boundary)))
-    if float((errors[nearest] < errors[boundary]).float().mean()) < SURE:
+def _boundary(boundary: int, known: Sequence[int], pairs: Sequence[tuple[CapturedText, CapturedText]]) -> BoundaryDrift:
+    columns = [(r, o.at(boundary)) for r, o in pairs]
+    far = {b: torch.cat([_relative(c, r.at(b), c) for r, c in columns]) for b in known}
+    nearest = min(far, key=lambda b: (float(far[b].median()), abs(b - boundary)))
+    if float((far[nearest] < far[boundary]).float().mean()) < SURE:
         nearest = boundary
-    noise = own if nearest == boundary else _distance([(r.at(nearest), o.at(boundary)) for r, o in pairs])
-    return BoundaryDrift(boundary, own, nearest, noise, _worst(errors[nearest], pairs))
+    own = _distance([(r.at(boundary), c) for r, c in columns])
+    noise = own if nearest == boundary else _distance([(r.at(nearest), c) for r, c in columns])
+    errors_N = torch.cat([_errors(c, r.at(nearest)) for r, c in columns])
+    return BoundaryDrift(boundary, own, nearest, noise, _worst(errors_N, pairs))
 
 
 def _worst(errors_N: Tensor, pairs: Sequence[tuple[CapturedText, CapturedText]]) -> tuple[WorstToken, ...]:
@@ -237,9 +237,14 @@ def _distance(states: Sequence[tuple[Tensor, Tensor]]) -> Distance:
 
 
 def _errors(other: Tensor, reference: Tensor) -> Tensor:
-    """[T, H] twice -> [T - LEFT_OUT]."""
-    c, r = other[LEFT_OUT:].float(), reference[LEFT_OUT:].float()
-    return (c - r).norm(dim=1) / r.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    """[T, H] twice -> [T - LEFT_OUT]: |c - r| / |r|."""
+    return _relative(other, reference, reference)
+
+
+def _relative(other: Tensor, reference: Tensor, to: Tensor) -> Tensor:
+    """[T, H] thrice -> [T - LEFT_OUT]: |c - r| / |to|."""
+    c, r, scale = (state[LEFT_OUT:].float() for state in (other, reference, to))
+    return (c - r).norm(dim=1) / scale.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _cosines(other: Tensor, reference: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from eagle3x.benchmark.metrics import tau
 from eagle3x.benchmark.statistics import Bootstrap
 from eagle3x.config import Hardware
 from eagle3x.diagnosis.captured_text import CapturedText, Captures, Text, captured
-from eagle3x.diagnosis.drift import batch_drift, cost, drift
+from eagle3x.diagnosis.drift import Cost, batch_drift, cost, drift
 from eagle3x.diagnosis.replay import replay
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.eagle3 import Eagle3
@@ -171,7 +171,12 @@ def test_cost_is_the_difference_of_two_replays(reference: list[CapturedText]) ->
         tau(total(replay(drafter, [r.fed([b + shift for b in BOUNDARIES]) for r in reference], k))) for shift in (0, 1)
     )
     assert 1.05 < right != late, "the test says something only if drafts are accepted"
-    exact = cost(drafter, reference, served(reference, 1, 0.0), BOUNDARIES, k, bootstrap)
+
+    def costs(shift: int, amount: float) -> Cost:
+        other = served(reference, shift, amount)
+        return cost(drafter, reference, other, drift(reference, other), BOUNDARIES, k, bootstrap)
+
+    exact, both, none = costs(1, 0.0), costs(1, 0.3), costs(0, 0.0)
     assert (exact.boundaries, exact.fed, exact.prompts) == ((1, 2, 4), (2, 3, 5), 3)
     assert exact.reference.value == pytest.approx(right)
     assert exact.other.value == pytest.approx(late)
@@ -179,11 +184,9 @@ def test_cost_is_the_difference_of_two_replays(reference: list[CapturedText]) ->
     assert exact.offset == exact.difference  # there is no noise, so the offset is all of it
     assert exact.noise is not None
     assert exact.noise.value == 0
-    both = cost(drafter, reference, served(reference, 1, 0.3), BOUNDARIES, k, bootstrap)
     assert both.offset is not None
     assert both.noise is not None
     assert both.offset.value + both.noise.value == pytest.approx(both.difference.value)
-    none = cost(drafter, reference, served(reference, 0, 0.0), BOUNDARIES, k, bootstrap)
     assert none.verdict == "no difference in any prompt"
     assert (none.difference.value, none.offset, none.noise) == (0, None, None)
     assert json.loads(json.dumps(both.as_dict(), allow_nan=False))["fed"] == [2, 3, 5]
