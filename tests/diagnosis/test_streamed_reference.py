@@ -82,6 +82,16 @@ def test_capture_of_many_texts(tiny_target: Target, kept: Path) -> None:
         list(StreamedTarget(tiny_target).capture(samples, (3, 7)))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", target_classes.CLASSES)
+def test_blocks_on_a_gpu(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    target = target_classes.write(name, tmp_path / name, tiny_target)
+    sample = TokenSample("text", tuple(TEXT))
+    (cpu,), (gpu,) = (StreamedTarget(target, torch.device(d)).capture([sample], range(7)) for d in ("cpu", "cuda"))
+    torch.testing.assert_close(gpu.aux, cpu.aux, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(gpu.last, cpu.last, rtol=1e-3, atol=1e-3)
+
+
 def test_what_cannot_be_read_again_is_computed_again(tiny_target: Target, kept: Path) -> None:
     (first,) = StreamedTarget(tiny_target).references([TEXT])
     (file,) = kept.iterdir()
