@@ -45,7 +45,7 @@ INT8_TOKENS = ("int", 8, "token", True)
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a weight's parts are: the end of each stored name ("", "_scale", "_packed", ..) to the name."""
+    """A weight's parts, codes first: the end of each stored name ("", "_packed", "_scale", ..) to the name."""
 
     name: str
     parts: Mapping[str, str]
@@ -111,13 +111,10 @@ class StoredWeights:
             raise EagleError(f"{self._name}: {name} cannot be dequantized ({error}): stored as {shapes}") from error
 
     def _elements(self, weight: Stored) -> int:
-        def shape(end: str) -> list[int]:
-            stored = weight.parts[end]
-            return self._where[stored].get_slice(stored).get_shape()
-
-        if "_shape" in weight.parts:
-            return int(self._where[weight.parts["_shape"]].get_tensor(weight.parts["_shape"]).prod())
-        return 2 * prod(shape("_blocks")) if "_blocks" in weight.parts else prod(shape(""))
+        if (stored := weight.parts.get("_shape")) is not None:
+            return int(self._where[stored].get_tensor(stored).prod())
+        whole, stored = next(iter(weight.parts.items()))
+        return prod(self._where[stored].get_slice(stored).get_shape()) * (2 if whole == "_blocks" else 1)
 
 
 def _block(name: str, quantization: Mapping[str, Any]) -> tuple[int, int] | None:
