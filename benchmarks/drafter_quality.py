@@ -21,9 +21,10 @@ import torch
 
 from eagle3x import composition, pipeline, targets
 from eagle3x.artifacts import Store
+from eagle3x.benchmark.bootstrap import Bootstrap
 from eagle3x.benchmark.degenerate import degenerate_from
 from eagle3x.benchmark.metrics import acceptance
-from eagle3x.benchmark.statistics import Bootstrap, compare_tau, tau_interval
+from eagle3x.benchmark.statistics import compare_tau, tau_interval
 from eagle3x.data.shards import Sample, Shards
 from eagle3x.diagnosis.replay import VerifyStep, counters, walk
 from eagle3x.drafters import checkpoint

@@ -166,6 +166,14 @@ class Store:
         entries = [entry for (stage, key), state in found.items() if (entry := self._entry(stage, key, state))]
         return sorted(entries, key=lambda e: (e.stage, e.manifest.started if e.manifest else "", e.key))
 
+    def complete(self, stage: str) -> list[Artifact]:
+        """The complete artifacts of a stage, oldest first."""
+        return [
+            Artifact(stage, entry.key, self._path(stage, entry.key), entry.manifest)
+            for entry in self.entries()
+            if entry.stage == stage and entry.state == "complete" and entry.manifest
+        ]
+
     def find(self, prefix: str) -> Entry:
         """The one entry whose key starts with `prefix`; ConfigError if there is none, or more than one."""
         entries = self.entries()

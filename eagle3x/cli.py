@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from eagle3x import composition
-from eagle3x.commands.config import ArtifactsArgs, CommandArgs, ConvertArgs, ExplainArgs, ProbeArgs
+from eagle3x.commands.config import ArtifactsArgs, CommandArgs, ConvertArgs, EstimateArgs, ExplainArgs, ProbeArgs
 from eagle3x.config import Config
 from eagle3x.types import ConfigError, EagleError
 
@@ -59,10 +59,10 @@ def refuse(error: ConfigError) -> NoReturn:
 
 
 def run_command(command: CommandArgs, cfg: Config) -> None:
-    """What is not a stage: `command=explain`, `artifacts`, `convert`, `probe`."""
+    """What is not a stage: `command=explain`, `artifacts`, `convert`, `probe`, `estimate`."""
     from rich.console import Console
 
-    from eagle3x.commands import artifacts, convert, explain, probe
+    from eagle3x.commands import artifacts, convert, estimate, explain, probe
 
     match command:
         case ExplainArgs():
@@ -75,6 +75,8 @@ def run_command(command: CommandArgs, cfg: Config) -> None:
             convert.run(command, cfg, Console())
         case ProbeArgs():
             probe.run(command, cfg, Console())
+        case EstimateArgs():
+            estimate.run(command, cfg, Console())
 
 
 def run_cell(composed: DictConfig) -> None:

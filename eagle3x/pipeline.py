@@ -76,6 +76,7 @@ STAGES = {
         ("target", "serve", "benchmark", "speculation", "hardware", "seed"),
         ("capture", "sampling", "planted"),
         "eagle3x.benchmark.measure:make",
+        version=2,
     ),
     "diagnose": Stage(
         ("export", "responses", "drafter"),
@@ -182,15 +183,33 @@ def _stage(
     failed: Mapping[str, str],
 ) -> Artifact:
     stage = declared(name, cfg)
-    inputs = {parent: made[parent] for parent in (*needs(name, cfg), *stage.wants) if parent in made}
-    spec = ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
+    spec = _spec(name, cfg, target, made, snapshot)
     view = View.of(cfg, (*stage.identity, *stage.placement), name)
-    artifact = store.get_or_make(spec, partial(_make, stage, view, inputs, target, slots, failed))
+    artifact = store.get_or_make(spec, partial(_make, stage, view, spec.parents, target, slots, failed))
     if "target" in spec.identity:  # whatever lies under this key: a copied folder may be another target's
         what = f"artifact {name} {artifact.key}"
         require_same(artifact.manifest.identity["target"], spec.identity["target"], what)
     log(f"{name}: {'reused' if artifact.reused else 'made'} {artifact.key}")
     return artifact
+
+
+def finished(goal: str, cfg: Config, target: Target, store: Store) -> dict[str, Artifact]:
+    """What is in the store of the stages up to `goal`: all of them, or those before the first that is not there."""
+    found: dict[str, Artifact] = {}
+    for name in plan(goal, cfg):
+        artifact = store.lookup(_spec(name, cfg, target, found, {}))
+        if artifact is None:
+            break
+        found[name] = artifact
+    return found
+
+
+def _spec(
+    name: str, cfg: Config, target: Target, made: Mapping[str, Artifact], snapshot: dict[str, Any]
+) -> ArtifactSpec:
+    stage = declared(name, cfg)
+    inputs = {parent: made[parent] for parent in (*needs(name, cfg), *stage.wants) if parent in made}
+    return ArtifactSpec(name, stage.version, identities(name, stage.identity, cfg, target), inputs, snapshot)
 
 
 def _make(

@@ -112,6 +112,10 @@ class Target:
             "template": None if template is None else digest(template),
         }
 
+    def text_config(self) -> dict[str, Any]:
+        """config.json, or of a multimodal target's the language model's part."""
+        return _text_config(_config(self.path))
+
     def embedding(self) -> Tensor:
         """[V, H] float32, as stored: without the scale that some targets multiply it by."""
         tensor = self._tensor("model.embed_tokens.weight")
@@ -122,7 +126,7 @@ class Target:
 
         Raises EagleError for targets that scale or cap their logits: that product would not be their distribution.
         """
-        text = _text_config(_config(self.path))
+        text = self.text_config()
         scales = [key for key in LOGIT_SCALES if text.get(key) not in (None, 1, 1.0)]
         if scales:
             raise EagleError(f"{self.name} changes its logits after the head ({', '.join(scales)}): not supported")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3x.benchmark.bootstrap import Bootstrap, Interval
 from eagle3x.benchmark.degenerate import degenerate_from
 from eagle3x.benchmark.metrics import acceptance, by_category, tau
 from eagle3x.benchmark.outputs import compare_outputs
@@ -21,13 +22,14 @@ from eagle3x.benchmark.records import (
     requests,
 )
 from eagle3x.benchmark.statistics import (
-    Bootstrap,
-    Interval,
     agreement,
+    alpha_intervals,
+    rate_interval,
     speedup_interval,
     survival_intervals,
     tau_interval,
 )
+from eagle3x.data.turns import conversations
 from eagle3x.diagnosis.serve_probe import serve_verdict
 from eagle3x.types import SpecCounters, total
 
@@ -40,7 +42,7 @@ TIMING = "timing.jsonl"
 REPLAY = "replay.jsonl"
 CONTEXT = "context.json"
 CELL = "cell.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NEAR_TIE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 """Top-2 logit gaps that rounding can turn over: four steps of the dtype at logits of 16 to 32 for the 16-bit ones."""
 PREDICTED = "b"
@@ -58,6 +60,7 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
     counters = [counters_of(r) for r in served]
     categories = [r.category for r in served]
     ids = [r.id for r in served]
+    clusters = conversations(ids)  # of all, so that a conversation stays one where a part of its turns is left out
     figures = acceptance(counters)
     tails = [_tail(r) for r in served]
     rows = range(len(served))
@@ -73,15 +76,15 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
         "drafts": context["drafts"],
         "engine": context["engine"],
         "tau": asdict(tau_interval(counters, ids, bootstrap)),
-        "tau_without_degenerate": asdict(_tau(counters, ids, sound, bootstrap)) if sound else None,
+        "tau_without_degenerate": asdict(_tau(counters, clusters, sound, bootstrap)) if sound else None,
         "degenerate_requests": sum(t is not None for t in tails),
         "degenerate_tails": {ids[i]: tails[i] for i in rows if tails[i] is not None},
         "macro": figures.tau_macro,
         "survival": [asdict(s) for s in survival_intervals(counters, ids, bootstrap)],
-        "alpha": list(figures.alpha),
+        "alpha": [None if a is None else asdict(a) for a in alpha_intervals(counters, ids, bootstrap)],
         "slot_use": figures.slot_use,
         "draft_efficiency": figures.draft_efficiency,
-        "per_category": {name: asdict(_tau(counters, ids, part, bootstrap)) for name, part in groups.items()},
+        "per_category": {name: asdict(_tau(counters, clusters, part, bootstrap)) for name, part in groups.items()},
         "speedup": _speedup(read_batches(directory / TIMING), bootstrap),
         "identical_outputs": _outputs(requests(read_batches(directory / BASELINE)), served, context, cfg),
         "replay": None if replayed is None else _replay(served, replayed, context, bootstrap),
@@ -89,7 +92,7 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
             "trained": context["trained"],
             "predicted": context["predicted"],
             "num_blocks": context["num_blocks"],
-            "serve_probe": _serve_probe(counters, replayed, context, bootstrap),
+            "serve_probe": _serve_probe(counters, ids, replayed, context, bootstrap),
         },
         "mismatched": context["mismatched"],
     }
@@ -117,12 +120,14 @@ def _tail(record: RequestRecord) -> int | None:
     return degenerate_from(tokens[:-1] if record.completion.finish == "stop" else tokens)
 
 
-def _tau(counters: Sequence[SpecCounters], ids: Sequence[str], rows: Sequence[int], bootstrap: Bootstrap) -> Interval:
+def _tau(
+    counters: Sequence[SpecCounters], clusters: Sequence[str], rows: Sequence[int], bootstrap: Bootstrap
+) -> Interval:
     """Interval of some requests' tau. One prompt says nothing of others: then it is all that is possible, 1 to k+1."""
     part = [counters[i] for i in rows]
-    if len({ids[i] for i in rows}) < 2:
+    if len({clusters[i] for i in rows}) < 2:
         return Interval(tau(total(part)), 1.0, 1.0 + len(part[0].accepted_at))
-    return tau_interval(part, [ids[i] for i in rows], bootstrap)
+    return tau_interval(part, [clusters[i] for i in rows], bootstrap)
 
 
 def _speedup(batches: Sequence[Batch], bootstrap: Bootstrap) -> dict[str, Any] | None:
@@ -140,7 +145,7 @@ def _speedup(batches: Sequence[Batch], bootstrap: Bootstrap) -> dict[str, Any] |
                 )
                 for name, field in (("decode", "decode_seconds"), ("end_to_end", "end_to_end_seconds"))
             },
-            "rates": {"baseline": _rates(without), "drafter": _rates(with_drafter)},
+            "rates": {"baseline": _rates(without, bootstrap), "drafter": _rates(with_drafter, bootstrap)},
             "tau": tau(total(totals)) if totals else None,
             "prompts": len(ids),
         }
@@ -155,13 +160,20 @@ def _summed(legs: Sequence[Batch], ids: Sequence[str], field: str) -> list[float
     return list(sums.values())
 
 
-def _rates(legs: Sequence[Batch]) -> dict[str, float]:
-    """Tokens per second: of one request while it decodes, and of the engine from the first request to the last."""
+def _rates(legs: Sequence[Batch], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Tokens per second: of one request while it decodes, and of the engine from the first request to the last.
+
+    The engine's time belongs to no request alone: each has the share of it that it has of all requests' own times.
+    """
     records = requests(legs)
-    tokens = sum(len(r.completion.token_ids) for r in records)
+    ids = [r.id for r in records]
+    tokens = [len(r.completion.token_ids) for r in records]
+    own = [r.end_to_end_seconds for r in records]
+    share = sum(b.wall_seconds for b in legs) / sum(own)
+    decoded, decoding = [n - 1 for n in tokens], [r.decode_seconds for r in records]
     return {
-        "decode_per_request": (tokens - len(records)) / sum(r.decode_seconds for r in records),
-        "end_to_end": tokens / sum(b.wall_seconds for b in legs),
+        "decode_per_request": asdict(rate_interval(decoded, decoding, ids, bootstrap)),
+        "end_to_end": asdict(rate_interval(tokens, [share * s for s in own], ids, bootstrap)),
     }
 
 
@@ -223,7 +235,11 @@ def _replay(
 
 
 def _serve_probe(
-    counters: Sequence[SpecCounters], replayed: _Replayed | None, context: Mapping[str, Any], bootstrap: Bootstrap
+    counters: Sequence[SpecCounters],
+    ids: Sequence[str],
+    replayed: _Replayed | None,
+    context: Mapping[str, Any],
+    bootstrap: Bootstrap,
 ) -> dict[str, Any] | None:
     """Which boundaries the engine feeds, judged by all requests; None if replay had one candidate alone, or none."""
     if replayed is None:
@@ -231,7 +247,8 @@ def _serve_probe(
     by_boundaries = {tuple(context["candidates"][name]): c for name, c in replayed.counters.items()}
     if len(by_boundaries) < 2:
         return None
-    return serve_verdict(counters, by_boundaries, tuple(context["predicted"]), context["exact"], bootstrap).as_dict()
+    predicted, exact = tuple(context["predicted"]), context["exact"]
+    return serve_verdict(counters, by_boundaries, predicted, ids, exact, bootstrap).as_dict()
 
 
 def _walked(counters: SpecCounters) -> list[int]:

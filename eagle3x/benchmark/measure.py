@@ -24,6 +24,7 @@ from eagle3x.benchmark.records import RequestRecord, append_lines, read_batches,
 from eagle3x.benchmark.runner import Workload, acceptance_pass, timing_legs, timing_pass
 from eagle3x.capture import reader_of
 from eagle3x.data.records import read_responses
+from eagle3x.data.turns import conversations
 from eagle3x.diagnosis.planted import planted_in
 from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
@@ -81,8 +82,9 @@ def make(run: StageRun) -> dict[str, Any]:
 
     responses = read_responses(run.inputs["responses"].path, "eval")
     chosen = spread(responses, [r.category for r in responses], cfg.benchmark.max_prompts)
-    if len(chosen) < FEWEST_PROMPTS:
-        raise EagleError(f"the benchmark needs at least {FEWEST_PROMPTS} eval prompts, not {len(chosen)}")
+    prompts = len(set(conversations([r.id for r in chosen])))
+    if prompts < FEWEST_PROMPTS:
+        raise EagleError(f"the benchmark needs at least {FEWEST_PROMPTS} eval prompts, not {prompts}")
     if planted_in("benchmark", cfg.planted):
         from eagle3x.diagnosis.faults import without_template
 
@@ -183,10 +185,12 @@ def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Respo
     if not settings.timing:
         return
     timed = spread(chosen, [r.category for r in chosen], settings.timing_prompts)
-    if len(timed) < max(FEWEST_PROMPTS, *settings.timing_concurrency):
+    talks = len(set(conversations([r.id for r in timed])))
+    if talks < FEWEST_PROMPTS or len(timed) < max(settings.timing_concurrency):
         raise EagleError(
-            f"the timing pass has {len(timed)} prompts: benchmark.timing_prompts must be at least {FEWEST_PROMPTS} and"
-            f" no less than the largest of benchmark.timing_concurrency={list(settings.timing_concurrency)}"
+            f"the timing pass has {len(timed)} prompts of {talks} conversations: benchmark.timing_prompts must give at"
+            f" least {FEWEST_PROMPTS}, and no fewer than the largest of"
+            f" benchmark.timing_concurrency={list(settings.timing_concurrency)}"
         )
     timing_pass(
         lambda: engine.serve(None, None),

@@ -1,28 +1,28 @@
-"""Intervals, paired comparisons and their verdicts. numpy alone.
-
-Every figure of a benchmark is a function of sums over requests: tau = 1 + sum A / sum V, a speed-up = ratio of summed
-times. So a bootstrap that draws prompts (clusters) needs only the sums per prompt, `columns [N, C]`: a resample is one
-row of counts, and all resamples together are one matrix product.
-"""
+"""Figures with their intervals, paired comparisons and their verdicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
-from statistics import NormalDist
+from math import ceil
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eagle3x.types import EagleError, SpecCounters
+from eagle3x.benchmark.bootstrap import (
+    NORMAL,
+    Array,
+    Bootstrap,
+    Interval,
+    Resampled,
+    Statistic,
+    bootstrapped,
+    cluster_sums,
+    interval,
+    student_quantile,
+)
+from eagle3x.types import SpecCounters
 
-Array = NDArray[np.float64]
-Statistic = Callable[[Array], Array]
-"""Sums [..., C] to figures [...]."""
-
-NORMAL = NormalDist()
 POWER = 0.8
 """Chance to see a difference of the size that is called detectable."""
 EXACT_SHARE = 0.98
@@ -31,38 +31,11 @@ HALF_WIDTH = 0.02
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A figure and its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def half_width(self) -> float:
-        """Half of high - low."""
-        return (self.high - self.low) / 2
-
-    def contains(self, figure: float) -> bool:
-        """Whether `figure` is inside, ends included."""
-        return self.low <= figure <= self.high
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """How intervals are made: number of resamples, confidence (0.95), seed of the draws."""
-
-    resamples: int = 2000
-    confidence: float = 0.95
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """A paired difference of two figures.
+    """A difference of two figures, of the same prompts or of two groups.
 
-    detectable: the smallest difference that this many prompts show with 80 % power. p_value: two-sided, by bootstrap.
-    verdict: a sentence.
+    detectable: the smallest difference that this many prompts show with 80 % power. p_value: two-sided, below
+    1 - confidence where the interval excludes 0. verdict: a sentence.
     """
 
     difference: Interval
@@ -93,86 +66,13 @@ class Agreement:
     sentence: str
 
 
-def cluster_sums(columns: Array, prompts: Sequence[str]) -> Array:
-    """Sums per prompt: [R, C] rows of requests to [N, C] rows of prompts, in order of first appearance."""
-    order = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
-    if len(prompts) != len(columns):
-        raise ValueError(f"{len(columns)} rows but {len(prompts)} prompts")
-    sums = np.zeros((len(order), columns.shape[1]))
-    np.add.at(sums, [order[p] for p in prompts], columns)
-    return sums
-
-
-def resample(sums: Array, statistic: Statistic, bootstrap: Bootstrap) -> Array:
-    """The figure in each resample of prompts, [resamples]. Undefined resamples (0/0) are left out."""
-    n = len(sums)
-    draws = np.random.default_rng(bootstrap.seed).multinomial(n, np.full(n, 1 / n), size=bootstrap.resamples)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        figures = statistic(draws.astype(np.float64) @ sums)
-    return figures[np.isfinite(figures)]
-
-
-def interval(sums: Array, statistic: Statistic, bootstrap: Bootstrap) -> Interval:
-    """BCa bootstrap interval of `statistic` of the summed rows of `sums` [N, C], one row per prompt.
-
-    Bias-corrected and accelerated (Efron 1987, "Better bootstrap confidence intervals"), its tails widened for small N
-    as Student's t is wider than the normal, and by sqrt(N/(N-1)) (Hesterberg 2015, "What teachers should know about
-    the bootstrap", section 5: expanded percentiles). Chosen by coverage on a simulated acceptance process, 2,000
-    experiments, nominal 0.95:
-
-        prompts                 6      8      12     24     48     128
-        percentile              0.852  0.880  0.906  0.932  0.941  0.944
-        BCa                     0.859  0.892  0.914  0.934  0.943  0.947
-        expanded BCa (this)     0.929  0.936  0.947  0.950  0.952  0.947
-
-    Raises EagleError for fewer than two prompts.
-    """
-    n = len(sums)
-    if n < 2:
-        raise EagleError(f"an interval needs at least 2 prompts, not {n}")
-    totals = sums.sum(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(statistic(totals))
-    figures = np.sort(resample(sums, statistic, bootstrap))
-    if not np.isfinite(value) or len(figures) < bootstrap.resamples // 2:
-        raise EagleError("the figure is undefined on these requests (nothing to divide by)")
-    tail = NORMAL.cdf(-sqrt(n / (n - 1)) * student_quantile(1 - (1 - bootstrap.confidence) / 2, n - 1))
-    tail = max(tail, 1e-6)  # with 2 or 3 prompts t's quantiles lie beyond every resample: the interval is their range
-    with np.errstate(divide="ignore", invalid="ignore"):
-        left_out = statistic(totals - sums)
-    left_out = left_out[np.isfinite(left_out)]
-    influence = left_out.mean() - left_out
-    spread = float((influence**2).sum())
-    acceleration = float((influence**3).sum()) / (6 * spread**1.5) if spread > 1e-18 else 0.0
-    below = (np.mean(figures < value) + np.mean(figures <= value)) / 2
-    bias = NORMAL.inv_cdf(float(np.clip(below, 1 / len(figures), 1 - 1 / len(figures))))
-
-    def corrected(probability: float) -> float:
-        z = bias + NORMAL.inv_cdf(probability)
-        return NORMAL.cdf(bias + z / max(1 - acceleration * z, 1e-6))
-
-    low, high = np.quantile(figures, [corrected(tail), corrected(1 - tail)])
-    return Interval(value, float(low), float(high))
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t by its expansion around the normal (Abramowitz and Stegun 26.7.5); exact to 0.3 % for
-    freedom >= 4 at 0.975."""
-    z = NORMAL.inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
-
-
-def _tau_of_sums(sums: Array) -> Array:
+def tau_of_sums(sums: Array) -> Array:
+    """Acceptance length of sums (A, V) [..., 2]."""
     return 1 + sums[..., 0] / sums[..., 1]
 
 
-def _tau_difference(sums: Array) -> Array:
+def tau_difference(sums: Array) -> Array:
+    """Difference of the acceptance lengths of sums (A, V, A, V) [..., 4]."""
     return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
 
 
@@ -183,7 +83,7 @@ def tau_columns(counters: Sequence[SpecCounters]) -> Array:
 
 def tau_interval(counters: Sequence[SpecCounters], prompts: Sequence[str], bootstrap: Bootstrap) -> Interval:
     """Interval of the micro-averaged acceptance length, clustered by prompt."""
-    return interval(cluster_sums(tau_columns(counters), prompts), _tau_of_sums, bootstrap)
+    return interval(cluster_sums(tau_columns(counters), prompts), tau_of_sums, bootstrap)
 
 
 def survival_intervals(
@@ -198,6 +98,33 @@ def survival_intervals(
         return lambda totals: totals[..., position] / totals[..., -1]
 
     return tuple(interval(sums, share(i), bootstrap) for i in range(positions))
+
+
+def alpha_intervals(
+    counters: Sequence[SpecCounters], prompts: Sequence[str], bootstrap: Bootstrap
+) -> tuple[Interval | None, ...]:
+    """Interval of A_i / A_(i-1), A_0 = V, for each position; None if nothing reached it.
+
+    Where a single prompt reached it, the interval is all that is possible, 0 to 1.
+    """
+    rows = np.array([(c.verify_steps, *c.accepted_at) for c in counters], dtype=np.float64)
+    sums = cluster_sums(rows, prompts)
+
+    def share(position: int) -> Interval | None:
+        reached, accepted = sums[:, position - 1], sums[:, position]
+        if np.count_nonzero(reached) < 2:
+            return Interval(float(accepted.sum() / reached.sum()), 0.0, 1.0) if reached.any() else None
+        return interval(sums, lambda totals: totals[..., position] / totals[..., position - 1], bootstrap)
+
+    return tuple(share(i) for i in range(1, rows.shape[1]))
+
+
+def rate_interval(
+    tokens: Sequence[float], seconds: Sequence[float], prompts: Sequence[str], bootstrap: Bootstrap
+) -> Interval:
+    """Tokens per second, summed tokens / summed seconds of the requests."""
+    rows = np.array([tokens, seconds], dtype=np.float64).T
+    return interval(cluster_sums(rows, prompts), lambda sums: sums[..., 0] / sums[..., 1], bootstrap)
 
 
 def speedup_interval(
@@ -220,17 +147,21 @@ def compare_tau(
     `of_interest`: the difference for which the verdict says how many prompts it takes; default: the one seen.
     """
     sums = cluster_sums(np.hstack([tau_columns(a), tau_columns(b)]), prompts)
-    return compare(sums, _tau_difference, bootstrap, of_interest)
+    return compare(sums, tau_difference, bootstrap, of_interest)
 
 
 def compare(sums: Array, statistic: Statistic, bootstrap: Bootstrap, of_interest: float | None = None) -> Comparison:
     """Compare two figures of the same prompts: `statistic` of `sums` [N, C] is their difference."""
-    n = len(sums)
-    difference = interval(sums, statistic, bootstrap)
-    figures = resample(sums, statistic, bootstrap)
-    detectable = _detectable(figures, n, bootstrap)
-    sides = min(np.sum(figures <= 0), np.sum(figures >= 0))
-    p_value = 1.0 if not figures.any() else float(min(1, 2 * (sides + 1) / (len(figures) + 1)))
+    return compared(bootstrapped(sums, statistic, bootstrap), len(sums), bootstrap.confidence, of_interest)
+
+
+def compared(found: Resampled, prompts: int, confidence: float, of_interest: float | None = None) -> Comparison:
+    """What the difference `found` says; `of_interest` as in `compare_tau`.
+
+    The smallest detectable difference is (t + z_power) standard errors, the usual size of a test's.
+    """
+    difference = found.interval(confidence)
+    detectable = (student_quantile(1 - (1 - confidence) / 2, found.freedom) + NORMAL.inv_cdf(POWER)) * found.error
     if not difference.contains(0):
         verdict = f"a difference of {difference.value:+.3f} ({difference.low:+.3f} to {difference.high:+.3f})"
     elif detectable == 0:
@@ -239,15 +170,9 @@ def compare(sums: Array, statistic: Statistic, bootstrap: Bootstrap, of_interest
         verdict = f"no difference shown (smallest detectable: {detectable:.3f}"
         size = abs(difference.value if of_interest is None else of_interest)
         if size > 0:
-            verdict += f"; prompts needed for {size:.3f}: {prompts_needed(n, detectable, size)}"
+            verdict += f"; prompts needed for {size:.3f}: {prompts_needed(prompts, detectable, size)}"
         verdict += ")"
-    return Comparison(difference, detectable, p_value, n, verdict)
-
-
-def _detectable(figures: Array, n: int, bootstrap: Bootstrap) -> float:
-    """(t + z_power) standard errors: the usual size of a test's smallest detectable difference."""
-    error = float(figures.std()) * sqrt(n / (n - 1))
-    return (student_quantile(1 - (1 - bootstrap.confidence) / 2, n - 1) + NORMAL.inv_cdf(POWER)) * error
+    return Comparison(difference, detectable, found.p_value(), prompts, verdict)
 
 
 def prompts_needed(prompts: int, detectable: float, difference: float) -> int:
@@ -284,7 +209,7 @@ def agreement(
     differing = tuple(i for i in range(n) if _walk(served[i]) != _walk(replayed[i]))
     identical = n - len(differing)
     sums = cluster_sums(np.hstack([tau_columns(served), tau_columns(replayed)]), prompts)
-    difference = interval(sums, _tau_difference, bootstrap)
+    difference = interval(sums, tau_difference, bootstrap)
     said = f"served - replayed = {difference.value:+.4f} ({difference.low:+.4f} to {difference.high:+.4f})"
 
     def result(verdict: Literal["agree", "differ", "cannot tell"], sentence: str, m: int | None = None) -> Agreement:

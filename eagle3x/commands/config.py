@@ -59,10 +59,38 @@ class ProbeArgs:
             raise ValueError("samples must be at least 1")
 
 
-CommandArgs = ExplainArgs | ArtifactsArgs | ConvertArgs | ProbeArgs
-COMMANDS: dict[str, type[ExplainArgs] | type[ArtifactsArgs] | type[ConvertArgs] | type[ProbeArgs]] = {
+@config
+class EstimateArgs:
+    """What is known by hand; what is null comes from the artifacts of this config."""
+
+    command: Literal["estimate"]
+    survival: tuple[float, ...] | None
+    """Survival by position; null: the finished drafter is replayed on its val text."""
+    plain_step_ms: float | None
+    """A decode step without a drafter; with the next two, or none of them: then a benchmark's timing pass is read."""
+    verify_step_ms: float | None
+    """A forward of the target over k + 1 tokens, without its drafts."""
+    draft_step_ms: float | None
+    batch: int
+    """At which the three times were taken."""
+    longest: int
+    """Chains of 1 to so many drafts are estimated, as far as the text or the survival goes."""
+
+    def __post_init__(self) -> None:
+        given = [self.plain_step_ms, self.verify_step_ms, self.draft_step_ms]
+        if None in given and given != [None] * 3:
+            raise ValueError("give plain_step_ms, verify_step_ms and draft_step_ms, or none of them")
+        if any(ms is not None and ms <= 0 for ms in given):
+            raise ValueError("a step takes more than 0 ms")
+        if self.batch < 1 or self.longest < 1:
+            raise ValueError("batch and longest must be at least 1")
+
+
+CommandArgs = ExplainArgs | ArtifactsArgs | ConvertArgs | ProbeArgs | EstimateArgs
+COMMANDS: dict[str, type[CommandArgs]] = {
     "explain": ExplainArgs,
     "artifacts": ArtifactsArgs,
     "convert": ConvertArgs,
     "probe": ProbeArgs,
+    "estimate": EstimateArgs,
 }

@@ -18,15 +18,11 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from eagle3x.data.chat_template import ChatTemplate
+from eagle3x.data.turns import turn_id
 from eagle3x.types import Completion, EagleError, Message, Prompt, Response
 
 SHOWN_BEFORE = 12
 """Characters before the place where two renderings part, in messages."""
-
-
-def turn_id(id: str, turn: int) -> str:
-    """The id of the sample that holds the answer number `turn` (from 1) of a conversation."""
-    return id if turn == 1 else f"{id}#{turn}"
 
 
 def prompt_tokens(prompt: Prompt, template: ChatTemplate) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eagle3x.data.conversations import turn_id
 from eagle3x.data.response_parts import ResponseParts
+from eagle3x.data.turns import turn_id
 from eagle3x.types import Message, Prompt
 
 

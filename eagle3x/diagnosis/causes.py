@@ -67,21 +67,20 @@ REPAIRS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that costs acceptance. `rung`: where it shows; `lost`: what it costs in tau (below 0), if measured."""
+    """Something that costs acceptance. `rung`: where it shows; `lost`: what it costs in tau (below 0), if measured.
+
+    repair: what to change; if nothing more is known, what the kind asks for.
+    """
 
     kind: Kind
     rung: str
     sentence: str
     lost: Interval | None
-
-    @property
-    def repair(self) -> str:
-        """What to change."""
-        return REPAIRS[self.kind]
+    repair: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "repair": self.repair}
+        return {**asdict(self), "repair": self.repair or REPAIRS[self.kind]}
 
 
 def distinct(causes: Sequence[Cause]) -> list[Cause]:

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from eagle3x.benchmark.statistics import Interval
 from eagle3x.diagnosis.causes import Cause, Kind, distinct
 from eagle3x.diagnosis.export_changes import Change
+from eagle3x.diagnosis.found import Found
 from eagle3x.diagnosis.ladder import LEAST_LOSS, SIGNIFICANT, Ladder, Step
 from eagle3x.diagnosis.offset_quantization import OffsetQuantization
 
+UNSEEN_IN_WEIGHTS = ("offset_training", "normed_states")
+"""What no comparison of the served with the trained checkpoint shows; of the rest it knows better than replay."""
 HEADER = 3
 """Tokens before a response that a template writes there: enough to tell two templates apart."""
 
@@ -59,7 +62,9 @@ def causes(evidence: Evidence) -> list[Cause]:
         found.append(Cause("unloadable", "exported", evidence.unloadable, None))
     if (step := broken.get("exported")) is not None:
         found += [Cause(change.kind, "exported", change.sentence, step.difference) for change in evidence.changes]
-    found += evidence.finder
+        found += [cause for cause in evidence.finder if cause.kind in UNSEEN_IN_WEIGHTS]
+    if not found:
+        found += evidence.finder
     if (step := broken.get("responses")) is not None:
         found.append(_text(evidence, step))
     found += _states(evidence, broken.get("states"))
@@ -67,6 +72,19 @@ def causes(evidence: Evidence) -> list[Cause]:
         found.append(_engine(evidence, step))
     found += _training(evidence)
     return distinct(found)
+
+
+def finder_causes(found: Found) -> tuple[Cause, ...]:
+    """What replay under other readings of the drafter showed, as causes."""
+    named = [
+        Cause(n.hypothesis.kind, "exported", n.hypothesis.sentence, _negated(n.gain), n.hypothesis.repair)
+        for n in found.named
+    ]
+    return (*named, *([Cause("other_target", "exported", found.sentence, None)] if found.other_target else []))
+
+
+def _negated(gain: Interval) -> Interval:
+    return Interval(-gain.value, -gain.high, -gain.low)
 
 
 def header(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -58,19 +58,48 @@ class VerifyStep:
     gap: float
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What would be accepted from each row that a verify step may start from: accepted [N], gaps [N, K]."""
+
+    first_anchor: int
+    accepted: list[int]
+    gaps: list[list[float]]
+
+    def steps(self, num_speculative_tokens: int) -> tuple[VerifyStep, ...]:
+        """The verify steps of a chain of so many drafts, at most K."""
+        k = num_speculative_tokens
+        accepted = [min(a, k) for a in self.accepted]
+        return tuple(
+            VerifyStep(self.first_anchor + i, accepted[i], min(self.gaps[i][: min(accepted[i] + 1, k)]))
+            for i in walk(accepted)
+        )
+
+
 def replay(drafter: Eagle3, samples: Iterable[ReplaySample], num_speculative_tokens: int) -> list[SpecCounters]:
     """The counters of each sample, as an engine that is fed the sample's states would count them.
 
     Raises EagleError where the text ends before the last draft that an engine may verify.
     """
-    return [counters(steps, num_speculative_tokens) for steps in _replay(drafter, samples, num_speculative_tokens)]
+    return [
+        counters(steps, num_speculative_tokens) for steps in replay_detailed(drafter, samples, num_speculative_tokens)
+    ]
+
+
+def replay_lengths(drafter: Eagle3, samples: Iterable[ReplaySample], longest: int) -> dict[int, list[SpecCounters]]:
+    """`replay` with chains of 1 to `longest` drafts, by their number, from one forward.
+
+    What a draft is depends on nothing behind it, so a shorter chain drafts the same; but its steps start elsewhere.
+    """
+    rows = list(_replay(drafter, samples, longest))
+    return {k: [counters(r.steps(k), k) for r in rows] for k in range(1, longest + 1)}
 
 
 def replay_detailed(
     drafter: Eagle3, samples: Iterable[ReplaySample], num_speculative_tokens: int
 ) -> list[tuple[VerifyStep, ...]]:
     """As `replay`, with every verify step of each sample."""
-    return list(_replay(drafter, samples, num_speculative_tokens))
+    return [r.steps(num_speculative_tokens) for r in _replay(drafter, samples, num_speculative_tokens)]
 
 
 def counters(steps: Sequence[VerifyStep], num_speculative_tokens: int) -> SpecCounters:
@@ -92,7 +121,7 @@ def walk(accepted: Sequence[int]) -> list[int]:
     return visited
 
 
-def _replay(drafter: Eagle3, samples: Iterable[ReplaySample], k: int) -> Iterator[tuple[VerifyStep, ...]]:
+def _replay(drafter: Eagle3, samples: Iterable[ReplaySample], k: int) -> Iterator[Rows]:
     if k < 1:
         raise ValueError(f"at least one token must be drafted, not {k}")
     batch: list[ReplaySample] = []
@@ -126,7 +155,7 @@ def _rows_needed(sample: ReplaySample) -> int:
 
 
 @torch.no_grad()
-def _replay_batch(drafter: Eagle3, batch: Sequence[ReplaySample], k: int) -> Iterator[tuple[VerifyStep, ...]]:
+def _replay_batch(drafter: Eagle3, batch: Sequence[ReplaySample], k: int) -> Iterator[Rows]:
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
     # Documents keep k tokens past their last row: TTT step j of row i reads token i+1+j.
     lengths = [min(_rows_needed(s) + k, len(s.token_ids)) for s in batch]
@@ -137,27 +166,40 @@ def _replay_batch(drafter: Eagle3, batch: Sequence[ReplaySample], k: int) -> Ite
     first_rows = [start + s.prompt_tokens - 1 for start, s in zip(starts, batch, strict=True)]
     rows = torch.cat([torch.arange(f, f + n) for f, n in zip(first_rows, counts, strict=True)])
     if len(rows) == 0:
-        yield from (() for _ in batch)
+        yield from (Rows(s.prompt_tokens, [], []) for s in batch)
         return
     states = drafter.ttt(aux, tokens, layout_of(rows, lengths).map(lambda x: x.to(device)), k)
-    drafts, gaps = zip(*(_greedy(drafter, state) for state in states), strict=True)
     # Row i of sample s drafts s.token_ids[P+1+i ..]; the last of these lie past the tokens that the forward read.
     texts = [
         s.token_ids[s.prompt_tokens + 1 : s.prompt_tokens + n + k].unfold(0, k, 1)
         for s, n in zip(batch, counts, strict=True)
         if n
     ]
-    right = torch.stack(drafts, 1) == torch.cat(texts).to(device)
-    accepted_N = right.long().cumprod(1).sum(1).tolist()
-    gaps_NK = torch.stack(gaps, 1).tolist()
+    right, gaps = _judged(drafter, states, torch.cat(texts).to(device))
+    accepted_N = right.sum(1).tolist()
+    gaps_NK = gaps.tolist()
     offset = 0
     for sample, n in zip(batch, counts, strict=True):
-        accepted = accepted_N[offset : offset + n]
-        yield tuple(
-            VerifyStep(sample.prompt_tokens + i, accepted[i], min(gaps_NK[offset + i][: accepted[i] + 1]))
-            for i in walk(accepted)
-        )
+        yield Rows(sample.prompt_tokens, accepted_N[offset : offset + n], gaps_NK[offset : offset + n])
         offset += n
+
+
+def _judged(drafter: Eagle3, states: Tensor, texts_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether draft and all before it equal the text, and its top-2 gap, both [N, K]. states: [K, N, H].
+
+    Rows whose draft was wrong meet the head no more: no engine keeps what they draft next. Their gaps are 0.
+    """
+    right = torch.zeros_like(texts_NK, dtype=torch.bool)
+    gaps = torch.zeros(texts_NK.shape, device=texts_NK.device)
+    rows = torch.arange(len(texts_NK), device=texts_NK.device)
+    for step, state in enumerate(states):
+        tokens, gaps[rows, step] = _greedy(drafter, state[rows])
+        same = tokens == texts_NK[rows, step]
+        right[rows, step] = same
+        rows = rows[same]
+        if len(rows) == 0:
+            break
+    return right, gaps
 
 
 def _greedy(drafter: Eagle3, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,16 @@ from dataclasses import asdict, dataclass
 from math import ceil, comb
 from typing import Any, Literal
 
-from eagle3x.benchmark.statistics import EXACT_SHARE, Bootstrap, Interval, agreement
+import numpy as np
+
+from eagle3x.benchmark.bootstrap import Bootstrap, Interval, cluster_sums
+from eagle3x.benchmark.statistics import EXACT_SHARE, agreement
 from eagle3x.capture import CaptureError, default_boundaries
 from eagle3x.types import SpecCounters
 
 SIGNIFICANT = 0.05
 LEAST_INFORMATIVE = 6
-"""Requests that must favour one side for a two-sided sign test at 0.05: 2 * 0.5**6 = 0.03."""
+"""Conversations that must favour one side for a two-sided sign test at 0.05: 2 * 0.5**6 = 0.03."""
 
 Boundaries = tuple[int, ...]
 Verdict = Literal["matched", "wrong", "cannot tell"]
@@ -30,8 +33,8 @@ class Fit:
     """How a candidate explains what was served.
 
     identical: requests whose V and every A_i are as replayed. paired_diff: tau served - tau replayed.
-    informative: requests that the predicted boundaries and this candidate explain unequally well, `better` of them
-    better by this candidate; p_value: two-sided sign test of that.
+    informative: conversations that the predicted boundaries and this candidate explain unequally well, `better` of
+    them better by this candidate; p_value: two-sided sign test of that.
     """
 
     boundaries: Boundaries
@@ -98,22 +101,24 @@ def serve_verdict(
     served: Sequence[SpecCounters],
     replayed: Mapping[Boundaries, Sequence[SpecCounters]],
     predicted: Boundaries,
+    prompts: Sequence[str],
     exact: bool = True,
     bootstrap: Bootstrap | None = None,
 ) -> ServeVerdict:
-    """Which of the candidates in `replayed` the counters of `served` come from. Row i of all is the same request.
+    """Which of the candidates in `replayed` the counters of `served` come from.
+
+    Row i of all is the same request, `prompts[i]` its id.
 
     exact (float32 on a CPU): the predicted boundaries must replay at least 98 % of the requests to the counter, and no
     other candidate may. Else (bfloat16, where near-ties flip drafts), and where no candidate is exact: the candidate
-    that explains single requests better, by a sign test. Candidates that replay alike leave it open, and the verdict
-    says how many prompts would tell them apart. Raises EagleError for fewer than two requests.
+    that explains single conversations better, by a sign test. Candidates that replay alike leave it open, and the
+    verdict says how many prompts would tell them apart. Raises EagleError for fewer than two requests.
     """
     if predicted not in replayed or len(replayed) < 2:
         raise ValueError(f"replay at the predicted boundaries {predicted} and at another candidate")
     n = len(served)
     bootstrap = bootstrap or Bootstrap()
-    prompts = [str(i) for i in range(n)]
-    misfits = {c: [_misfit(s, r) for s, r in zip(served, rows, strict=True)] for c, rows in replayed.items()}
+    misfits = {c: _misfits(served, rows, prompts) for c, rows in replayed.items()}
     fits: list[Fit] = []
     for candidate, rows in replayed.items():
         agreed = agreement(served, rows, prompts, True, bootstrap)
@@ -147,15 +152,17 @@ def serve_verdict(
                 " something else than the boundaries differs between server and replay",
             )
     alike = explained or [own, *(fit for fit in others if fit.p_value >= SIGNIFICANT)]
-    needed = max(_prompts_needed(fit.informative, n) for fit in alike if fit is not own)
+    conversations = len(misfits[predicted])
+    needed = max(_prompts_needed(fit.informative, conversations) for fit in alike if fit is not own)
     names = " and ".join(str(list(fit.boundaries)) for fit in alike)
     return result("cannot tell", None, f"cannot tell: {names} replay alike; at least {needed} prompts needed", needed)
 
 
-def _misfit(served: SpecCounters, replayed: SpecCounters) -> int:
-    """Sum of the differences of V and of every A_i."""
-    pairs = zip(served.accepted_at, replayed.accepted_at, strict=True)
-    return abs(served.verify_steps - replayed.verify_steps) + sum(abs(a - b) for a, b in pairs)
+def _misfits(served: Sequence[SpecCounters], replayed: Sequence[SpecCounters], prompts: Sequence[str]) -> list[float]:
+    """Per conversation the sum of the differences of V and of every A_i."""
+    columns = [np.array([(c.verify_steps, *c.accepted_at) for c in rows]) for rows in (served, replayed)]
+    misfits = np.abs(columns[0] - columns[1]).sum(1, keepdims=True)
+    return cluster_sums(misfits, prompts)[:, 0].tolist()
 
 
 def _sign_test(wins: int, losses: int) -> float:
@@ -165,10 +172,10 @@ def _sign_test(wins: int, losses: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def _prompts_needed(informative: int, requests: int) -> int:
-    """Prompts that would give enough informative requests at the share seen; none seen counts as one in one more."""
-    share = informative / requests if informative else 1 / (requests + 1)
-    return max(requests + 1, ceil(LEAST_INFORMATIVE / share))
+def _prompts_needed(informative: int, conversations: int) -> int:
+    """Prompts that would give enough informative ones at the share seen; none seen counts as one in one more."""
+    share = informative / conversations if informative else 1 / (conversations + 1)
+    return max(conversations + 1, ceil(LEAST_INFORMATIVE / share))
 
 
 def _wrong(predicted: Boundaries, fed: Boundaries) -> str:

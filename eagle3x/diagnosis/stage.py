@@ -1,6 +1,7 @@
 """The diagnose stage: climb the ladder, look for causes, and say what to change.
 
-diagnosis.json    rungs, steps, the grid of offset and states, causes, finder, drift
+diagnosis.json    rungs, steps, the grid of offset and states, causes, finder
+corrected/        the served checkpoint as the finder says that it should be, if it found something to correct
 logs/             of the engines that captured states
 """
 
@@ -16,24 +17,29 @@ from eagle3x.benchmark.records import counters_of, read_batches, read_lines, req
 from eagle3x.benchmark.statistics import Bootstrap
 from eagle3x.capture import reader_of
 from eagle3x.data.records import read_responses
-from eagle3x.diagnosis.captured_text import Text
-from eagle3x.diagnosis.conditions import Condition, Replays, replay_all
-from eagle3x.diagnosis.evidence import Evidence, SlotDifference, causes, header
+from eagle3x.diagnosis.captured_text import Text, captured
+from eagle3x.diagnosis.conditions import Condition, replay_all
+from eagle3x.diagnosis.corrected import corrected
+from eagle3x.diagnosis.evidence import Evidence, SlotDifference, causes, finder_causes, header
 from eagle3x.diagnosis.export_changes import Change, changes
+from eagle3x.diagnosis.finder import find
+from eagle3x.diagnosis.found import Found
+from eagle3x.diagnosis.hypotheses import boundaries_needed
 from eagle3x.diagnosis.ladder import Rung, climb
 from eagle3x.diagnosis.offset_quantization import OffsetQuantization, two_by_two
 from eagle3x.drafters import checkpoint
 from eagle3x.drafters.export import CHECKPOINT, Export, Fed, read_export
 from eagle3x.engines import adapter
 from eagle3x.engines.config import LOGS, Job, Slot
-from eagle3x.progress import log
+from eagle3x.progress import log, track
 from eagle3x.types import EagleError, Response, SpecCounters
 
 if TYPE_CHECKING:
     from eagle3x.drafters.eagle3 import Eagle3
+    from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
 
-DIAGNOSIS = "diagnosis.json"
+DIAGNOSIS, CORRECTED = "diagnosis.json", "corrected"
 SCHEMA_VERSION = 1
 
 
@@ -69,16 +75,13 @@ def make(run: StageRun) -> dict[str, Any]:
     slot = run.slot("serve")
     identity = adapter(slot.backend.name).identity(slot, target, cfg.hardware)
     fed = export.fed(reader_of(identity, target.model_class))
-    claimed = export.trained or fed.predicted
-    if claimed is None:
-        raise EagleError(f"nobody knows which boundaries the drafter reads, and it cannot be served: {fed.refused}")
     responses = read_responses(run.inputs["responses"].path, "eval")
     chosen = spread(responses, [r.category for r in responses], cfg.benchmark.max_prompts)
     served, not_served = _served(run, chosen)
     texts = tuple(_eval_text(r, k) for r in chosen)
     loaded = _load(run, export)
 
-    plain, _ = _plain(run, loaded, export, fed, claimed, texts, served)
+    claimed, plain, found_by_replay = _plain(run, loaded, export, fed, texts, served)
     own, not_captured = _own(run, loaded, fed, claimed, plain, served)
     rungs = _rungs(loaded, plain, own, served, not_served, not_captured, claimed, fed, run)
     ladder = climb(rungs, [t.id for t in texts], bootstrap)
@@ -94,6 +97,7 @@ def make(run: StageRun) -> dict[str, Any]:
         headers=_headers(run, served),
         probe_fed=_contradiction(served),
         served_limit=_position_limit(export),
+        finder=() if found_by_replay is None else finder_causes(found_by_replay),
         longest=max(len(t.token_ids) for t in (served.texts if served else texts)),
         break_even=_break_even(served),
     )
@@ -108,10 +112,13 @@ def make(run: StageRun) -> dict[str, Any]:
         "slots": [vars(difference) for difference in evidence.slots],
         "break_even": evidence.break_even,
         "causes": [cause.as_dict() for cause in found],
+        "finder": None if found_by_replay is None else found_by_replay.as_dict(),
     }
+    if found_by_replay is not None and found_by_replay.named:
+        record["finder"]["corrected"] = _corrected(run, export, found_by_replay)
     (run.work / DIAGNOSIS).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for cause in found:
-        log(f"diagnosis: {cause.kind} ({cause.rung}): {cause.sentence}; {cause.repair}")
+        log(f"diagnosis: {cause.kind} ({cause.rung}): {cause.sentence}; {cause.as_dict()['repair']}")
     return {"causes": [cause.kind for cause in found], "broken": [step.rung for step in ladder.broken]}
 
 
@@ -167,23 +174,23 @@ def _shifted(run: StageRun, claimed: tuple[int, ...], fed: Fed) -> tuple[int, ..
 
 
 def _plain(
-    run: StageRun,
-    loaded: Loaded,
-    export: Export,
-    fed: Fed,
-    claimed: tuple[int, ...],
-    texts: tuple[Text, ...],
-    served: Served | None,
-) -> tuple[dict[str, tuple[SpecCounters, ...]], Replays]:
-    """Replays on the extracting engine's states: of the eval text, and of the served text."""
-    cfg, k = run.cfg, run.cfg.speculation.num_speculative_tokens
-    kept_alike = loaded.trained is not None and loaded.served is not None and not loaded.changes
-    first = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
-    if loaded.served is not None and not kept_alike:
-        first.append(Condition("exported", loaded.served, claimed))
+    run: StageRun, loaded: Loaded, export: Export, fed: Fed, texts: tuple[Text, ...], served: Served | None
+) -> tuple[tuple[int, ...], dict[str, tuple[SpecCounters, ...]], Found | None]:
+    """Replays on the extracting engine's states, of the eval text and of the served text, and what the finder found.
+
+    The first value: the boundaries that the drafter was trained on, as far as anybody knows or replay shows.
+    """
+    k = run.cfg.speculation.num_speculative_tokens
     with _open(run, run.slot("extract"), (*texts, *(served.texts if served else ()))) as engine:
-        on_eval = replay_all(engine, texts, first, k, "ladder: eval text", cfg.diagnose.finder_prompts)
-        counters = dict(on_eval.counters)
+        found = _find(run, engine, export, texts)
+        claimed = export.trained or fed.predicted or (found and found.boundaries)
+        if claimed is None:
+            raise EagleError(f"nobody knows which boundaries the drafter reads, and it cannot be served: {fed.refused}")
+        kept_alike = loaded.trained is not None and loaded.served is not None and not loaded.changes
+        first = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
+        if loaded.served is not None and not kept_alike:
+            first.append(Condition("exported", loaded.served, claimed))
+        counters = replay_all(engine, texts, first, k, "ladder: eval text")
         if kept_alike:  # the same weights, read the same way
             counters["exported"] = counters["trained"]
         if served is not None and loaded.served is not None:
@@ -194,8 +201,34 @@ def _plain(
                 conditions.append(Condition("responses", loaded.served, claimed))
             if (shifted := _shifted(run, claimed, fed)) is not None:
                 conditions.append(Condition("shifted_plain", loaded.served, shifted))
-            counters |= replay_all(engine, served.texts, conditions, k, "ladder: served text").counters
-    return counters, on_eval
+            counters |= replay_all(engine, served.texts, conditions, k, "ladder: served text")
+    return claimed, counters, found
+
+
+def _find(run: StageRun, engine: Engine, export: Export, texts: tuple[Text, ...]) -> Found | None:
+    """Other readings of the served checkpoint, on the first eval texts; None if that is not asked for."""
+    prompts = run.cfg.diagnose.finder_prompts
+    if not prompts:
+        return None
+    needed = boundaries_needed(export.trained, run.target)
+    states = [s for part in track([texts[:prompts]], "finder: states", 1) for s in captured(engine, part, needed)]
+    cfg = run.cfg
+    bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
+    published = checkpoint.read(export.directory)
+    found = find(published, run.target, states, export.trained, cfg.speculation.num_speculative_tokens, bootstrap)
+    log(f"finder: {found.sentence}")
+    return found
+
+
+def _corrected(run: StageRun, export: Export, found: Found) -> dict[str, Any]:
+    """Write the checkpoint as the finder says that it should be, or say why that cannot be."""
+    named = [n.hypothesis for n in found.named]
+    try:
+        written = corrected(checkpoint.read(export.directory), named, run.target, run.work / CORRECTED)
+    except EagleError as error:
+        return {"refused": str(error)}
+    log(f"diagnosis: the corrected checkpoint is {CORRECTED}/ of this artifact")
+    return {"keys": list(written.keys), "tensors": list(written.tensors), "sglang_refused": written.sglang_refused}
 
 
 def _own(
@@ -230,7 +263,7 @@ def _own(
     asked = [Condition(name, loaded.served, b) for name, b in conditions.items() if b is not None]
     with _open(run, slot, served.texts) as engine:
         k = run.cfg.speculation.num_speculative_tokens
-        return dict(replay_all(engine, served.texts, asked, k, "ladder: the serving engine's states").counters), None
+        return replay_all(engine, served.texts, asked, k, "ladder: the serving engine's states"), None
 
 
 def _same_states(run: StageRun, extract: Slot, serve: Slot) -> bool:

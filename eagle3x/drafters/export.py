@@ -99,7 +99,7 @@ def make(run: StageRun) -> dict[str, Any]:
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
     for file in sorted([*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json")]):
-        _link(file, directory / file.name)
+        link(file, directory / file.name)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if faults := planted_in("export", cfg.planted):
         from eagle3x.diagnosis.faults import tamper
@@ -215,7 +215,7 @@ def _with_keys(config: Mapping[str, Any], keys: ExportedKeys) -> dict[str, Any]:
     return {**result, NESTED: nested} if nested else result
 
 
-def _link(source: Path, destination: Path) -> None:
+def link(source: Path, destination: Path) -> None:
     """A hard link, or a copy where the store spans file systems that cannot have one."""
     try:
         os.link(source, destination)

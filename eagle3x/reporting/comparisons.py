@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eagle3x.benchmark.statistics import Bootstrap, compare_tau, holm
+from eagle3x.benchmark.bootstrap import Bootstrap
+from eagle3x.benchmark.statistics import compare_tau, holm
 from eagle3x.config import Config
+from eagle3x.data.turns import conversations
 from eagle3x.progress import log
 from eagle3x.reporting.acceptance import Request, read_requests
 from eagle3x.reporting.cell import Cell
@@ -52,20 +54,30 @@ def first_pairs(overrides: Sequence[Sequence[str]]) -> dict[int, Pair]:
 
 
 def compare_cells(cells: Sequence[Cell]) -> list[PairedDifference]:
-    """Paired differences of all pairs whose cells both have a benchmark; p-values Holm-adjusted over all of them."""
+    """Paired differences of all pairs whose cells both have a benchmark; p-values Holm-adjusted over all of them.
+
+    Cells that differ in their seed alone are no pair: what they say together is pooled (`pooling.py`).
+    """
     requests = {i: read_requests(c.benchmark_dir) for i, c in enumerate(cells) if c.benchmark_dir and c.error is None}
     found: list[PairedDifference] = []
     for pair in pairs([c.overrides for c in cells]):
-        if pair.cell not in requests or pair.baseline not in requests:
+        if pair.swept == ("seed",) or pair.cell not in requests or pair.baseline not in requests:
             continue
         own, other = requests[pair.cell], requests[pair.baseline]
         common = [r for r in own if r in other]
-        if len(common) < FEWEST_PROMPTS:
-            log(f"{cells[pair.cell].name} and {cells[pair.baseline].name} share {len(common)} prompts: not compared")
+        shared = len(set(conversations(common)))
+        if shared < FEWEST_PROMPTS:
+            log(f"{cells[pair.cell].name} and {cells[pair.baseline].name} share {shared} prompts: not compared")
             continue
         found.append(_compare(cells, pair, [own[r] for r in common], [other[r] for r in common]))
     adjusted = holm([p.p_value for p in found])
     return [replace(p, p_holm=value) for p, value in zip(found, adjusted, strict=True)]
+
+
+def bootstrap_of(cell: Cell) -> Bootstrap:
+    """How this cell's intervals are made."""
+    settings = cell.config["benchmark"]
+    return Bootstrap(settings["resamples"], settings["confidence"], cell.config["seed"])
 
 
 def found_confounders(cells: Sequence[Cell], pair: Pair) -> tuple[Confounder, ...]:
@@ -75,8 +87,7 @@ def found_confounders(cells: Sequence[Cell], pair: Pair) -> tuple[Confounder, ..
 
 def _compare(cells: Sequence[Cell], pair: Pair, own: Sequence[Request], other: Sequence[Request]) -> PairedDifference:
     cell, baseline = cells[pair.cell], cells[pair.baseline]
-    settings = cell.config["benchmark"]
-    bootstrap = Bootstrap(settings["resamples"], settings["confidence"], cell.config["seed"])
+    bootstrap = bootstrap_of(cell)
     prompts = [r.id for r in own]
     served = compare_tau([r.served for r in own], [r.served for r in other], prompts, bootstrap)
     replayed = [(a.replayed, b.replayed) for a, b in zip(own, other, strict=True) if a.replayed and b.replayed]
@@ -87,7 +98,7 @@ def _compare(cells: Sequence[Cell], pair: Pair, own: Sequence[Request], other: S
         cell=cell.name,
         baseline=baseline.name,
         swept=pair.swept,
-        prompts=len(own),
+        prompts=served.prompts,
         difference=served.difference,
         replay_difference=predicted,
         detectable=served.detectable,

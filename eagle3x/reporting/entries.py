@@ -32,3 +32,14 @@ class Table:
     note: str
     headers: tuple[str, ...]
     rows: tuple[tuple[Entry, ...], ...]
+
+
+def with_interval(text: str) -> Entry:
+    """`1.38 [1.31, 1.46]`, its interval as the note."""
+    value, _, interval = text.partition(" ")
+    return Entry(value, note=interval)
+
+
+def p_value(value: float) -> str:
+    """`0.031`, `< 0.001`."""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"

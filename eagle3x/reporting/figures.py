@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting.summary import CellSummary, Measurement, Summary
 from eagle3x.reporting.svg import Canvas, Scale, fitted, padded
 from eagle3x.reporting.words import MINUS, TIMES, figure, percent, times

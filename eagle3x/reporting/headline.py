@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eagle3x.reporting.diagnosis import verdict
+from eagle3x.reporting.recipes import Recipe
 from eagle3x.reporting.summary import CellSummary, Measurement, PairedDifference
 from eagle3x.reporting.words import count, figure, minus, times
 
 
-def headline(cells: Sequence[CellSummary], comparisons: Sequence[PairedDifference]) -> str:
-    """One sentence about one cell, or about a matrix."""
+def headline(
+    cells: Sequence[CellSummary], comparisons: Sequence[PairedDifference], recipes: Sequence[Recipe] = ()
+) -> str:
+    """One sentence about one cell, or about a matrix: its best cell, or the best recipe if seeds were pooled."""
     if len(cells) == 1:
         cell = cells[0]
         said = [] if cell.diagnosis is None else [verdict(cell.diagnosis)]
@@ -21,7 +24,7 @@ def headline(cells: Sequence[CellSummary], comparisons: Sequence[PairedDifferenc
     failed = [c for c in cells if c.status == "failed"]
     if not measured:
         return f"All {len(cells)} cells failed; the first: {_failure(cells[0])}"
-    parts = [_best(measured), *_wrong(measured, comparisons)]
+    parts = [_best_recipe(recipes) if recipes else _best(measured), *_wrong(measured, comparisons)]
     contradicted = [c.label for c, m in measured if m.boundaries.contradiction]
     if contradicted:
         parts.append(f"the serve probe contradicts the predicted boundaries in “{'”, “'.join(contradicted)}”")
@@ -67,6 +70,16 @@ def _one(m: Measurement) -> str:
 def _best(measured: Sequence[tuple[CellSummary, Measurement]]) -> str:
     cell, m = max(measured, key=lambda pair: pair[1].tau.value)
     return f"Highest tau {figure(m.tau)} on {count(m.requests, 'prompt')}, in cell “{cell.label}”: {extra(m)}"
+
+
+def _best_recipe(recipes: Sequence[Recipe] = ()) -> str:
+    """A single seed is not set above the mean of several, so that luck is not the headline."""
+    best = max(recipes, key=lambda r: r.tau.value)
+    said = f"tau {figure(best.tau)} over {len(best.seeds)} seeds and {count(best.prompts, 'prompt')}"
+    parts = f"other seeds ±{best.by_seeds:.2f}, other prompts ±{best.by_prompts.half_width:.2f}"
+    if len(recipes) == 1:
+        return f"{said} ({parts}): {best.tau.value - 1:.2f} extra tokens per verify step"
+    return f"Highest {said} ({parts}), of recipe “{best.label}”: {best.tau.value - 1:.2f} extra tokens per verify step"
 
 
 def _wrong(measured: Sequence[tuple[CellSummary, Measurement]], comparisons: Sequence[PairedDifference]) -> list[str]:

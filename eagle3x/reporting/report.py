@@ -16,6 +16,7 @@ from eagle3x.reporting.headline import headline
 from eagle3x.reporting.html import html_report
 from eagle3x.reporting.markdown import markdown_report
 from eagle3x.reporting.masking import masked_text
+from eagle3x.reporting.pooling import pool_cells
 from eagle3x.reporting.summary import Summary, summarize_cell
 from eagle3x.reporting.terminal import show
 from eagle3x.reporting.wandb import track_run
@@ -49,6 +50,7 @@ def summarize(cells: Sequence[Cell], command: str) -> Summary:
     """The records behind every output, from the cells' artifacts."""
     cells = [without_credentials(c) for c in cells]
     comparisons = compare_cells(cells)
+    recipes, recipe_comparisons = pool_cells(cells)
     overrides = [c.overrides for c in cells]
     baselines = first_pairs(overrides)
     labels = short_names(overrides, [c.name for c in cells])
@@ -59,8 +61,10 @@ def summarize(cells: Sequence[Cell], command: str) -> Summary:
     return Summary(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=masked_text(command),
-        headline=headline(summaries, comparisons),
+        headline=headline(summaries, comparisons, recipes),
         cells=tuple(summaries),
         comparisons=tuple(comparisons),
+        recipes=tuple(recipes),
+        recipe_comparisons=tuple(recipe_comparisons),
         controls=tuple(find_controls(summaries, comparisons)),
     )

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting.cell import Cell
 from eagle3x.reporting.confounders import Confounder
 from eagle3x.reporting.curves import Curves, read_curves
+from eagle3x.reporting.recipes import Recipe, RecipeDifference
 from eagle3x.types import EagleError
 
 SCHEMA_VERSION = 1
@@ -19,16 +20,26 @@ STAGES = ("prompts", "responses", "hidden_states", "drafter", "export", "benchma
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Tokens per second: of one request while it decodes, and of the engine from the first request to the last."""
+
+    decode_per_request: Interval
+    end_to_end: Interval
+
+
+@dataclass(frozen=True)
 class SpeedUp:
     """Time without the drafter / time with it, for the same number of output tokens. Above 1 is faster.
 
     `tau`: acceptance length of the timing pass itself, whose texts do not stop; None if the engine gives no totals.
+    `rates`: tokens per second of both sides.
     """
 
     decode: Interval
     end_to_end: Interval
     tau: float | None
     prompts: int
+    rates: dict[Literal["baseline", "drafter"], Rates]
 
     @property
     def step_cost(self) -> float | None:
@@ -108,6 +119,7 @@ class Measurement:
     degenerate_requests: int
     tau_macro: float
     survival: tuple[Interval, ...]
+    alpha: tuple[Interval | None, ...]
     slot_use: float
     draft_efficiency: float | None
     per_category: dict[str, Interval]
@@ -197,13 +209,18 @@ class Control:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run: one cell, or all cells of a matrix with their comparisons. `headline` is the one sentence."""
+    """A whole run: one cell, or all cells of a matrix with their comparisons. `headline` is the one sentence.
+
+    `recipes`: cells that differ in their seed alone, pooled.
+    """
 
     created: str
     command: str
     headline: str
     cells: tuple[CellSummary, ...]
     comparisons: tuple[PairedDifference, ...]
+    recipes: tuple[Recipe, ...]
+    recipe_comparisons: tuple[RecipeDifference, ...]
     controls: tuple[Control, ...]
 
     @property
@@ -224,6 +241,8 @@ class Summary:
             "headline": self.headline,
             "cells": [_cell_json(c) for c in self.cells],
             "comparisons": [asdict(c) for c in self.comparisons],
+            "recipes": [asdict(r) for r in self.recipes],
+            "recipe_comparisons": [asdict(d) for d in self.recipe_comparisons],
             "controls": [{**asdict(c), "right": c.right} for c in self.controls],
         }
 
@@ -290,13 +309,11 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
         degenerate_requests=record["degenerate_requests"],
         tau_macro=record["macro"],
         survival=tuple(_interval(s) for s in record["survival"]),
+        alpha=tuple(_maybe(a) for a in record["alpha"]),
         slot_use=record["slot_use"],
         draft_efficiency=record["draft_efficiency"],
         per_category={name: _interval(v) for name, v in record["per_category"].items()},
-        speedup={
-            c: SpeedUp(_interval(s["decode"]), _interval(s["end_to_end"]), s["tau"], s["prompts"])
-            for c, s in (record["speedup"] or {}).items()
-        },
+        speedup={c: _speedup(s) for c, s in (record["speedup"] or {}).items()},
         identical_outputs=None
         if same is None
         else IdenticalOutputs(same["rate"], same["lossy"], tuple(same["differences"])),
@@ -310,6 +327,20 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
         ),
         mismatched=record["mismatched"],
         engine=record["engine"],
+    )
+
+
+def _speedup(record: Mapping[str, Any]) -> SpeedUp:
+    def rates(side: Literal["baseline", "drafter"]) -> Rates:
+        found = record["rates"][side]
+        return Rates(_interval(found["decode_per_request"]), _interval(found["end_to_end"]))
+
+    return SpeedUp(
+        decode=_interval(record["decode"]),
+        end_to_end=_interval(record["end_to_end"]),
+        tau=record["tau"],
+        prompts=record["prompts"],
+        rates={"baseline": rates("baseline"), "drafter": rates("drafter")},
     )
 
 

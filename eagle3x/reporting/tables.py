@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting.controls import controls_table
 from eagle3x.reporting.diagnosis import diagnosis_tables
-from eagle3x.reporting.entries import Entry, Table
+from eagle3x.reporting.entries import Entry, Table, p_value, with_interval
+from eagle3x.reporting.seed_tables import recipe_comparisons_table, recipes_table
 from eagle3x.reporting.summary import CellSummary, Measurement, Summary
 from eagle3x.reporting.words import MINUS, NONE, count, figure, minus, numbers, percent, seconds, times
 
@@ -23,7 +24,10 @@ def all_tables(summary: Summary) -> list[Table]:
         controls_table(summary),
         *diagnosis_tables(summary),
         cells_table(summary),
+        recipes_table(summary),
+        recipe_comparisons_table(summary),
         acceptance_table(summary),
+        speed_table(summary),
         comparisons_table(summary),
         confounders_table(summary),
         categories_table(summary),
@@ -55,6 +59,7 @@ def acceptance_table(summary: Summary) -> Table:
             Entry(c.label),
             Entry(str(m.requests), note=f"{count(m.degenerate_requests, 'loop')} among them"),
             *(_share(m.survival[i]) if i < len(m.survival) else Entry(NONE) for i in range(positions)),
+            *(_share(m.alpha[i]) if i < len(m.alpha) else Entry(NONE) for i in range(1, positions)),
             Entry(f"{m.tau_macro:.2f}"),
             Entry(percent(m.draft_efficiency, 1)),
             Entry(percent(m.slot_use, 1)),
@@ -62,8 +67,38 @@ def acceptance_table(summary: Summary) -> Table:
         for c, m in measured
     ]
     survival = [f"survival at position {i}" for i in range(1, positions + 1)]
-    headers = ("cell", "requests", *survival, "τ, mean of requests", "draft efficiency", "slot use")
-    return Table("acceptance", "Acceptance in detail", "Shares of verify steps.", headers, tuple(rows))
+    alpha = [f"of those at {i}" for i in range(2, positions + 1)]
+    headers = ("cell", "requests", *survival, *alpha, "τ, mean of requests", "draft efficiency", "slot use")
+    note = "Survival: shares of verify steps. Of those at i: where the drafts before position i were accepted (alpha)."
+    return Table("acceptance", "Acceptance in detail", note, headers, tuple(rows))
+
+
+def speed_table(summary: Summary) -> Table:
+    """Tokens per second with and without the drafter."""
+    rows = [
+        (
+            Entry(c.label),
+            Entry(concurrency),
+            Entry(str(s.prompts)),
+            *(
+                with_interval(figure(rate, 1))
+                for side in ("baseline", "drafter")
+                for rate in (s.rates[side].decode_per_request, s.rates[side].end_to_end)
+            ),
+            Entry(NONE if s.step_cost is None else f"{s.step_cost:.2f}"),
+        )
+        for c, m in summary.measured
+        for concurrency, s in m.speedup.items()
+    ]
+    headers = (
+        "cell", "concurrency", "prompts", "a request, without", "the engine, without", "a request, with",
+        "the engine, with", "step cost",
+    )  # fmt: skip
+    note = (
+        "Tokens per second: of a request while it decodes, and of the engine over all of them, without and with the"
+        " drafter. Step cost: a verify step with its drafts, in plain steps."
+    )
+    return Table("speed", "Speed", note, headers, tuple(rows))
 
 
 def comparisons_table(summary: Summary) -> Table:
@@ -73,10 +108,10 @@ def comparisons_table(summary: Summary) -> Table:
             Entry(f"{summary.label(p.cell)} {MINUS} {summary.label(p.baseline)}"),
             Entry(", ".join(p.swept) or NONE, "code"),
             Entry(str(p.prompts)),
-            _estimate(figure(p.difference, 3, True)),
-            _estimate(figure(p.replay_difference, 3, True)),
+            with_interval(figure(p.difference, 3, True)),
+            with_interval(figure(p.replay_difference, 3, True)),
             Entry(f"{p.detectable:.3f}"),
-            Entry(_p(p.p_holm)),
+            Entry(p_value(p.p_holm)),
             Entry(minus(p.verdict)),
         )
         for p in summary.comparisons
@@ -137,7 +172,7 @@ def boundaries_table(summary: Summary) -> Table:
 def candidates_table(summary: Summary) -> Table:
     """What replay predicts for other boundaries."""
     rows = [
-        (Entry(c.label), Entry(name, note=numbers(value["boundaries"])), _replayed(value), _estimate(figure(m.tau)))
+        (Entry(c.label), Entry(name, note=numbers(value["boundaries"])), _replayed(value), with_interval(figure(m.tau)))
         for c, m in summary.measured
         if m.replay
         for name, value in m.replay.candidates.items()
@@ -161,7 +196,7 @@ def replay_table(summary: Summary) -> Table:
         (
             Entry(c.label),
             Entry(f"{m.replay.identical_counters} of {m.replay.requests}"),
-            _estimate(figure(m.replay.paired_diff, 4, True)),
+            with_interval(figure(m.replay.paired_diff, 4, True)),
             Entry(
                 m.replay.verdict, note=f"{m.replay.prompts_needed} prompts needed" if m.replay.prompts_needed else ""
             ),
@@ -217,9 +252,9 @@ def _cell_row(c: CellSummary) -> tuple[Entry, ...]:
     return (
         Entry(c.label),
         match(m),
-        _estimate(figure(m.tau)),
-        _estimate(figure(m.tau_without_degenerate)),
-        _estimate(figure(replay.tau if replay else None)),
+        with_interval(figure(m.tau)),
+        with_interval(figure(m.tau_without_degenerate)),
+        with_interval(figure(replay.tau if replay else None)),
         agreed,
         *_speed_entries(m),
         Entry("not compared", "quiet")
@@ -232,7 +267,9 @@ def _differences(m: Measurement) -> tuple[dict[str, Any], ...]:
     return m.identical_outputs.differences if m.identical_outputs is not None else ()
 
 
-def _share(i: Interval) -> Entry:
+def _share(i: Interval | None) -> Entry:
+    if i is None:
+        return Entry(NONE)
     return Entry(percent(i.value, 1), note=f"[{percent(i.low, 1)}, {percent(i.high, 1)}]")
 
 
@@ -245,16 +282,11 @@ def _speed_entries(m: Measurement) -> tuple[Entry, Entry]:
     if not m.speedup:
         return Entry("not measured", "quiet"), Entry("not measured", "quiet")
     if len(m.speedup) == 1 and "1" in m.speedup:
-        return _estimate(times(m.speedup["1"].decode)), _estimate(times(m.speedup["1"].end_to_end))
+        return with_interval(times(m.speedup["1"].decode)), with_interval(times(m.speedup["1"].end_to_end))
     return (
         Entry("; ".join(f"{times(s.decode)} at concurrency {c}" for c, s in m.speedup.items())),
         Entry("; ".join(f"{times(s.end_to_end)} at concurrency {c}" for c, s in m.speedup.items())),
     )
-
-
-def _estimate(text: str) -> Entry:
-    value, _, interval = text.partition(" ")
-    return Entry(value, note=interval)
 
 
 def match(m: Measurement) -> Entry:
@@ -275,7 +307,7 @@ def _listing(id_: str, title: str, note: str, listed: Sequence[tuple[str, dict[s
 
 
 def _replayed(value: dict[str, Any]) -> Entry:
-    return _estimate(figure(Interval(value["value"], value["low"], value["high"])))
+    return with_interval(figure(Interval(value["value"], value["low"], value["high"])))
 
 
 def _plain(value: Any) -> str:
@@ -288,7 +320,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, str | int):
         return str(value)
     return json.dumps(value, ensure_ascii=False)
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"

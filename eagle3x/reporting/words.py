@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 
 NONE = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"

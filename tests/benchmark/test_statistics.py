@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eagle3x.benchmark.bootstrap import Bootstrap, cluster_sums, interval, student_cdf, student_quantile
 from eagle3x.benchmark.statistics import (
-    Bootstrap,
     agreement,
-    cluster_sums,
+    alpha_intervals,
     compare,
     compare_tau,
     holm,
-    interval,
     prompts_needed,
+    rate_interval,
     speedup_interval,
-    student_quantile,
     survival_intervals,
     tau_interval,
 )
@@ -74,6 +73,16 @@ def test_cluster_sums_keep_the_order_of_first_appearance() -> None:
     assert sums.tolist() == [[101, 202], [10, 20]]
 
 
+def test_turns_of_one_conversation_are_one_cluster_of_every_interval() -> None:
+    counters, ids_ = chains(5, 20), ids(20)
+    turns = ids_ + [f"{name}#2" for name in ids_]
+    found = tau_interval(counters * 2, turns, BOOT)
+    assert found == tau_interval(counters, ids_, BOOT)
+    assert compare_tau(counters * 2, chains(6, 20) * 2, turns, BOOT).prompts == 20
+    with pytest.raises(EagleError, match="at least 2 prompts, not 1"):
+        tau_interval(counters[:2], ["talk", "talk#2"], BOOT)
+
+
 def test_a_constant_has_an_interval_without_width() -> None:
     found = tau_interval([flat(10, 10, 10, 10)] * 8, ids(8), BOOT)
     assert (found.value, found.low, found.high) == pytest.approx((4, 4, 4))
@@ -110,9 +119,31 @@ def test_survival_by_position() -> None:
     assert [s.value for s in found] == pytest.approx([12 / 20, 2 / 20])
 
 
-@pytest.mark.parametrize(("freedom", "table"), [(4, 2.776), (5, 2.571), (10, 2.228), (47, 2.012), (1000, 1.962)])
+def test_alpha_is_of_what_reached_the_position() -> None:
+    found = alpha_intervals([flat(10, 5, 2, 0), flat(10, 7, 1, 0)], ids(2), BOOT)
+    assert [a and a.value for a in found] == pytest.approx([12 / 20, 3 / 12, 0.0])
+    assert alpha_intervals([flat(10, 0, 0), flat(9, 0, 0)], ids(2), BOOT)[1] is None
+
+
+def test_alpha_that_one_prompt_alone_reached_may_be_anything() -> None:
+    (_, second) = alpha_intervals([flat(10, 4, 1), flat(10, 0, 0), flat(9, 0, 0)], ids(3), BOOT)
+    assert second is not None
+    assert (second.value, second.low, second.high) == (0.25, 0.0, 1.0)
+
+
+def test_a_rate_is_summed_tokens_by_summed_seconds() -> None:
+    found = rate_interval([24.0, 24.0, 12.0], [2.0, 4.0, 2.0], ["a", "b", "b"], BOOT)
+    assert found.value == pytest.approx(60 / 8)
+    assert (found.low, found.high) == pytest.approx((36 / 6, 24 / 2))  # either prompt alone
+
+
+@pytest.mark.parametrize(
+    ("freedom", "table"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (47, 2.012), (1000, 1.962)]
+)
 def test_student_quantiles_are_those_of_the_table(freedom: int, table: float) -> None:
-    assert student_quantile(0.975, freedom) == pytest.approx(table, rel=3e-3)
+    assert student_quantile(0.975, freedom) == pytest.approx(table, abs=1e-3)
+    assert student_quantile(0.025, freedom) == pytest.approx(-table, abs=1e-3)
+    assert student_cdf(table, freedom) == pytest.approx(0.975, abs=1e-4)
 
 
 def test_pairing_by_prompt_finds_what_two_intervals_hide() -> None:
@@ -127,6 +158,26 @@ def test_pairing_by_prompt_finds_what_two_intervals_hide() -> None:
     assert paired.difference.value == pytest.approx(a.value - b.value)
     assert paired.p_value < 0.01
     assert paired.verdict.startswith("a difference of +0.0")
+
+
+def test_a_p_value_is_that_of_the_t_test_for_a_mean() -> None:
+    values = np.random.default_rng(4).normal(0.9, 2, size=20)
+    found = compare(
+        np.stack([values, np.ones(20)], axis=1), lambda s: s[..., 0] / s[..., 1], Bootstrap(20_000, 0.95, 0)
+    )
+    t = values.mean() / (values.std(ddof=1) / np.sqrt(20))
+    assert found.p_value == pytest.approx(2 * (1 - student_cdf(t, 19)), abs=0.02)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_p_value_and_its_interval_never_contradict_each_other(seed: int) -> None:
+    a, b = chains(seed, 12), chains(seed, 12, (1.6, 4.0))
+    found = compare_tau(a, b, ids(12), BOOT)
+    confidence = 1 - found.p_value
+    inside = compare_tau(a, b, ids(12), Bootstrap(2000, min(confidence + 0.02, 0.999), BOOT.seed))
+    outside = compare_tau(a, b, ids(12), Bootstrap(2000, max(confidence - 0.02, 0.001), BOOT.seed))
+    assert inside.difference.contains(0) or found.p_value < 0.01  # where the resamples themselves end
+    assert not outside.difference.contains(0)
 
 
 def test_equal_processes_show_no_difference_and_say_what_would_show_one() -> None:
@@ -159,6 +210,11 @@ def test_the_detectable_difference_is_found_four_times_in_five() -> None:
     size = float(np.mean([run(0.0)[1] for _ in range(50)]))
     assert size == pytest.approx((1.96 + 0.84) * spread / np.sqrt(n), rel=0.06)
     assert np.mean([run(size)[0] for _ in range(400)]) == pytest.approx(0.8, abs=0.06)
+
+
+def test_a_difference_that_is_the_same_in_every_prompt_is_certain() -> None:
+    paired = compare_tau([flat(10, 5)] * 6, [flat(10, 4)] * 6, ids(6), BOOT)
+    assert (paired.difference.low, paired.difference.high, paired.p_value) == pytest.approx((0.1, 0.1, 0))
 
 
 def test_identical_counters_show_no_difference_in_any_prompt() -> None:

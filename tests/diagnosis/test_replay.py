@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3x.diagnosis import replay as module
-from eagle3x.diagnosis.replay import ReplaySample, VerifyStep, counters, replay, replay_detailed, walk
+from eagle3x.diagnosis.replay import ReplaySample, VerifyStep, counters, replay, replay_detailed, replay_lengths, walk
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.kernels.layout import Layout
@@ -181,6 +181,9 @@ def test_against_a_step_by_step_loop(k: int, variant: dict[str, bool], monkeypat
     assert replay(drafter, samples, k) == expected
     detailed = replay_detailed(drafter, samples, k)
     assert [[(s.anchor, s.accepted) for s in steps] for steps in detailed] == expected_steps
+    assert replay_lengths(drafter, samples, k) == {
+        shorter: replay(drafter, samples, shorter) for shorter in range(1, k + 1)
+    }
     # The test says something only if drafts were accepted, some of them past the stop.
     accepted = sum((c for c in expected), SpecCounters.zero(k))
     assert 0 < accepted.accepted < accepted.drafted

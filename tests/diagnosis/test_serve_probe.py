@@ -40,6 +40,16 @@ def nudged(rows: list[SpecCounters], *indices: int) -> list[SpecCounters]:
     ]
 
 
+def judged(
+    served: list[SpecCounters],
+    replayed: dict[tuple[int, ...], list[SpecCounters]],
+    predicted: tuple[int, ...],
+    exact: bool = True,
+) -> ServeVerdict:
+    """Each request a prompt of its own."""
+    return serve_verdict(served, replayed, predicted, [f"p{i}" for i in range(len(served))], exact)
+
+
 REPLAYED = {PREDICTED: counted(1), EARLY: counted(2), LATE: counted(3), DEFAULT: counted(4)}
 
 
@@ -52,7 +62,7 @@ def test_candidates() -> None:
 
 
 def test_matched() -> None:
-    verdict = serve_verdict(REPLAYED[PREDICTED], REPLAYED, PREDICTED)
+    verdict = judged(REPLAYED[PREDICTED], REPLAYED, PREDICTED)
     assert verdict.matched
     assert verdict.fed == PREDICTED
     assert verdict.fits[0].identical == 16
@@ -63,7 +73,7 @@ def test_matched() -> None:
 
 @pytest.mark.parametrize("fed", [EARLY, LATE, DEFAULT])
 def test_wrong(fed: tuple[int, ...]) -> None:
-    verdict = serve_verdict(REPLAYED[fed], REPLAYED, PREDICTED)
+    verdict = judged(REPLAYED[fed], REPLAYED, PREDICTED)
     assert verdict.verdict == "wrong"
     assert verdict.fed == fed
     assert f"those of {list(fed)}" in verdict.sentence
@@ -74,8 +84,8 @@ def test_wrong(fed: tuple[int, ...]) -> None:
 def test_one_request_in_fifty_may_differ() -> None:
     """98 % of 50 is 49."""
     replayed = {PREDICTED: counted(1, 50), LATE: counted(3, 50)}
-    assert serve_verdict(nudged(replayed[PREDICTED], 7), replayed, PREDICTED).matched
-    two = serve_verdict(nudged(replayed[PREDICTED], 7, 8), replayed, PREDICTED)
+    assert judged(nudged(replayed[PREDICTED], 7), replayed, PREDICTED).matched
+    two = judged(nudged(replayed[PREDICTED], 7, 8), replayed, PREDICTED)
     assert two.verdict == "cannot tell"
     assert "explain the counters best, but only 48 of 50" in two.sentence
     assert two.prompts_needed is None
@@ -83,7 +93,7 @@ def test_one_request_in_fifty_may_differ() -> None:
 
 def test_candidates_that_replay_alike() -> None:
     """Nothing differs in 16 requests: one in 17 may, so 6 that do need 6 * 17 prompts."""
-    verdict = serve_verdict(REPLAYED[PREDICTED], {PREDICTED: counted(1), LATE: counted(1)}, PREDICTED)
+    verdict = judged(REPLAYED[PREDICTED], {PREDICTED: counted(1), LATE: counted(1)}, PREDICTED)
     assert (verdict.verdict, verdict.fed, verdict.prompts_needed) == ("cannot tell", None, 102)
     assert "[2, 14, 26] and [3, 15, 27] replay alike; at least 102 prompts" in verdict.sentence
 
@@ -91,49 +101,58 @@ def test_candidates_that_replay_alike() -> None:
 def test_one_request_that_differs_is_enough_in_float32() -> None:
     """15 of 16 is less than 98 %."""
     replayed = {PREDICTED: counted(1), LATE: nudged(counted(1), 3)}
-    assert serve_verdict(replayed[PREDICTED], replayed, PREDICTED).matched
-    assert serve_verdict(replayed[LATE], replayed, PREDICTED).fed == LATE
+    assert judged(replayed[PREDICTED], replayed, PREDICTED).matched
+    assert judged(replayed[LATE], replayed, PREDICTED).fed == LATE
 
 
 def test_bfloat16_needs_a_sign_test() -> None:
     """2 of 16 requests tell: 6 need 48 prompts. 6 of 16 tell, all for the predicted: p = 2 / 64."""
     base = counted(1)
-    few = serve_verdict(base, {PREDICTED: base, LATE: nudged(base, 3, 4)}, PREDICTED, exact=False)
+    few = judged(base, {PREDICTED: base, LATE: nudged(base, 3, 4)}, PREDICTED, exact=False)
     assert (few.verdict, few.prompts_needed) == ("cannot tell", 48)
-    enough = serve_verdict(base, {PREDICTED: base, LATE: nudged(base, *range(6))}, PREDICTED, exact=False)
+    enough = judged(base, {PREDICTED: base, LATE: nudged(base, *range(6))}, PREDICTED, exact=False)
     assert enough.matched
     assert enough.fits[1].p_value == 2 / 64
-    other = serve_verdict(base, {PREDICTED: nudged(base, *range(6)), LATE: base}, PREDICTED, exact=False)
+    other = judged(base, {PREDICTED: nudged(base, *range(6)), LATE: base}, PREDICTED, exact=False)
     assert (other.verdict, other.fed) == ("wrong", LATE)
+
+
+def test_two_turns_of_a_conversation_tell_once() -> None:
+    """8 conversations of two turns. 6 turns of 3 conversations favour the predicted: p = 2 / 8, and 6 of 3/8 are 16."""
+    base = counted(1)
+    turns = [f"talk-{i // 2}{'#2' if i % 2 else ''}" for i in range(16)]
+    found = serve_verdict(base, {PREDICTED: base, LATE: nudged(base, *range(6))}, PREDICTED, turns, exact=False)
+    assert (found.verdict, found.prompts_needed) == ("cannot tell", 16)
+    assert (found.fits[1].informative, found.fits[1].p_value) == (3, 2 / 8)
 
 
 def test_bfloat16_names_only_what_is_open() -> None:
     """One candidate is excluded, another is not."""
     base = counted(1)
     replayed = {PREDICTED: base, EARLY: nudged(base, *range(8)), LATE: nudged(base, 3)}
-    verdict = serve_verdict(base, replayed, PREDICTED, exact=False)
+    verdict = judged(base, replayed, PREDICTED, exact=False)
     assert "[2, 14, 26] and [3, 15, 27] replay alike; at least 96 prompts" in verdict.sentence
 
 
 def test_bfloat16_noise_on_both_sides() -> None:
     """Served differs from every replay; it is the replay at LATE with a nudge in each request."""
     served = nudged(REPLAYED[LATE], *range(16))
-    noisy = serve_verdict(served, REPLAYED, PREDICTED, exact=False)
+    noisy = judged(served, REPLAYED, PREDICTED, exact=False)
     assert noisy.verdict == "wrong"
     assert noisy.fed == LATE
-    assert serve_verdict(served, REPLAYED, LATE, exact=False).matched
+    assert judged(served, REPLAYED, LATE, exact=False).matched
 
 
 def test_default_that_is_also_one_late() -> None:
     """Two wrong candidates may explain the counters; the predicted does not, which is what matters."""
     replayed = {PREDICTED: counted(1), LATE: counted(3), DEFAULT: counted(3)}
-    verdict: ServeVerdict = serve_verdict(counted(3), replayed, PREDICTED)
+    verdict: ServeVerdict = judged(counted(3), replayed, PREDICTED)
     assert verdict.verdict == "wrong"
     assert verdict.fed in (LATE, DEFAULT)
 
 
 def test_needs_something_to_compare() -> None:
     with pytest.raises(ValueError, match="another candidate"):
-        serve_verdict(counted(1), {PREDICTED: counted(1)}, PREDICTED)
+        judged(counted(1), {PREDICTED: counted(1)}, PREDICTED)
     with pytest.raises(ValueError, match="predicted boundaries"):
-        serve_verdict(counted(1), {LATE: counted(1), EARLY: counted(2)}, PREDICTED)
+        judged(counted(1), {LATE: counted(1), EARLY: counted(2)}, PREDICTED)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting import report
 from eagle3x.reporting.headline import headline
 from eagle3x.reporting.summary import CellSummary, Measurement, SpeedUp
@@ -18,7 +18,7 @@ def known(cell: Any, **changes: Any) -> CellSummary:
     measured = replace(
         found.measured,
         tau=Interval(1.384, 1.31, 1.46),
-        speedup={} if ratio is None else {"1": SpeedUp(ratio, ratio, 1.36, 6)},
+        speedup={} if ratio is None else {"1": SpeedUp(ratio, ratio, 1.36, 6, found.measured.speedup["1"].rates)},
         replay=replace(found.measured.replay, identical_counters=47),
         **changes,
     )

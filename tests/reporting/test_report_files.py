@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting import report
 from eagle3x.reporting.curves import Curves
 from eagle3x.reporting.figures import acceptance_figures
@@ -196,7 +196,7 @@ def test_nothing_and_everything_accepted_can_be_drawn(make_cell: Any, tau: float
         tau_without_degenerate=None,
         survival=(Interval(share, share, share),) * 3,
         per_category={"chat": flat},
-        speedup={"1": SpeedUp(Interval(1.0, 1.0, 1.0), Interval(1.0, 1.0, 1.0), None, 2)},
+        speedup={"1": SpeedUp(Interval(1.0, 1.0, 1.0), Interval(1.0, 1.0, 1.0), None, 2, measured.speedup["1"].rates)},
         replay=replace(measured.replay, tau=flat, survival=(share,) * 3),
     )
     curves = Curves(((((1, 2.0),)),), (), (), ((0, 1.0),), (), None)

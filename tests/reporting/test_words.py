@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3x.benchmark.statistics import Interval
+from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.reporting.words import count, figure, numbers, percent, seconds, times
 
 
