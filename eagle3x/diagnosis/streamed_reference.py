@@ -74,12 +74,16 @@ class StreamedTarget:
             yield HiddenStates(sample.id, sample.token_ids, *found, "post_norm")
 
     def references(self, texts: Sequence[Sequence[int]]) -> Iterator[Reference]:
-        """All candidates of each text, as `reference.run_reference` finds them. Raises EagleError as `capture`."""
-        known = [self._kept.load_reference(text) for text in texts]
+        """All candidates of each text, as `reference.run_reference` finds them, on the CPU as it does.
+
+        Raises EagleError as `capture`.
+        """
+        kept = ReferenceCache(self._target, CPU.type)
+        known = [kept.load_reference(text) for text in texts]
         missing = [i for i, found in enumerate(known) if found is None]
         if missing:
             for i, reference in zip(missing, self._references([texts[i] for i in missing]), strict=True):
-                self._kept.keep_reference(texts[i], reference)
+                kept.keep_reference(texts[i], reference)
                 known[i] = reference
         for found in known:
             assert found is not None
@@ -88,34 +92,42 @@ class StreamedTarget:
     @torch.no_grad()
     def _captured(self, texts: Sequence[Sequence[int]], taps: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
         with StoredWeights(self._target) as weights:
-            model = _Skeleton(self._target, weights, self._device)
-            columns: list[list[Tensor]] = [[] for _ in texts]
-            streams: list[Tensor] = []
+            model, hidden = _Skeleton(self._target, weights, self._device), self._target.hidden_size
+            # What is kept has its place before the first block comes: small tensors between the large ones of blocks
+            # that go would keep the room of those from being used again.
+            aux = [torch.empty(len(text), len(taps), hidden) for text in texts]
+            last = [torch.empty(len(text), hidden) for text in texts]
             for at in model.run(texts):
-                streams = at.streams
-                if at.boundary in taps:
-                    for text, stream in zip(columns, streams, strict=True):
-                        text.append(stream[0].cpu())
-            return [
-                (torch.cat(text, dim=1), model.norm(stream)[0].cpu())
-                for text, stream in zip(columns, streams, strict=True)
-            ]
+                for i, stream in enumerate(at.streams):
+                    if at.boundary in taps:
+                        aux[i][:, taps.index(at.boundary)] = stream[0]
+                    if at.block is None:
+                        last[i][:] = model.norm(stream)[0]
+            return [(columns.flatten(1), normed) for columns, normed in zip(aux, last, strict=True)]
 
     @torch.no_grad()
     def _references(self, texts: Sequence[Sequence[int]]) -> list[Reference]:
         with StoredWeights(self._target) as weights:
-            model = _Skeleton(self._target, weights, self._device)
-            streams: list[list[Tensor]] = [[] for _ in texts]
-            normed: list[dict[int, Tensor]] = [{} for _ in texts]
-            mlp_outputs: list[dict[int, Tensor]] = [{} for _ in texts]
+            model, hidden = _Skeleton(self._target, weights, CPU), self._target.hidden_size
+            count = self._target.num_blocks + 1
+            places = [[torch.empty(count, 1, len(text), hidden) for text in texts] for _ in range(3)]
+            found: list[list[dict[int, Tensor]]] = [[{} for _ in texts] for _ in places]
+
+            def keep(kind: int, text: int, boundary: int, state: Tensor) -> None:
+                places[kind][text][boundary] = state.reshape(1, -1, hidden)
+                found[kind][text][boundary] = places[kind][text][boundary]
+
             for at in model.run(texts):
                 for i, stream in enumerate(at.streams):
-                    streams[i].append(stream)
-                    if hasattr(at.block, "input_layernorm"):
-                        normed[i][at.boundary] = at.block.input_layernorm(stream)
+                    keep(0, i, at.boundary, stream)
                     if at.mlp_outputs:
-                        mlp_outputs[i][at.boundary] = at.mlp_outputs[i]
-            return [named(*parts, model.norm) for parts in zip(streams, mlp_outputs, normed, strict=True)]
+                        keep(1, i, at.boundary, at.mlp_outputs[i])
+                    if hasattr(at.block, "input_layernorm"):
+                        keep(2, i, at.boundary, at.block.input_layernorm(stream))
+            return [
+                named(list(streams.values()), mlp_outputs, normed, model.norm)
+                for streams, mlp_outputs, normed in zip(*found, strict=True)
+            ]
 
 
 @dataclass(frozen=True)
