@@ -85,6 +85,17 @@ class Target:
             )
         return template
 
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What config.json says of how the weights are quantized; None if they are not."""
+        config = _config(self.path)
+        return config.get("quantization_config") or _text_config(config).get("quantization_config")
+
+    @property
+    def weight_map(self) -> dict[str, Path]:
+        """Name of each stored tensor -> the safetensors file that holds it."""
+        return _weight_map(self.path)
+
     def identity(self) -> dict[str, Any]:
         """Content fingerprints of weights, config, tokenizer and template: never the path."""
         config: dict[str, Any] = {"config": _without_writer(_config(self.path)), "eos": list(self.eos_token_ids)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,10 +48,12 @@ from eagle3x.types import EagleError, Request, Response, TokenSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eagle3x.config import Config
+    from eagle3x.config import Config, Hardware
+    from eagle3x.diagnosis.captured_text import Captures
     from eagle3x.diagnosis.replay import ReplaySample
     from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
+    from eagle3x.targets import Target
 
 T = TypeVar("T")
 TEXTS = "texts.jsonl"
@@ -109,11 +111,11 @@ def make(run: StageRun) -> dict[str, Any]:
             log("trees are not replayed: what this cell accepts is compared with a chain's by the report")
         else:
             _continue_texts(run, engine, chosen)
+            reference: Captures = engine
             if not _is_reference(slot):
                 stack.close()  # two engines need not fit into the memory together
-                reference = reference_slot(slot)
-                engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware, job))
-            _replay_pass(run, engine, export, asked)
+                reference = stack.enter_context(open_reference(slot, target, cfg.hardware, job))
+            _replay_pass(run, reference, export, asked)
     cell = summarise(run.work, cfg)
     (run.work / CELL).write_text(json.dumps(cell, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     tau = cell["tau"]
@@ -153,6 +155,19 @@ def reference_slot(slot: Slot) -> Slot:
         memory_fraction=slot.backend.memory_fraction, start_timeout=slot.backend.start_timeout,
     )  # fmt: skip
     return Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
+
+
+def open_reference(slot: Slot, target: Target, hardware: Hardware, job: Job) -> AbstractContextManager[Captures]:
+    """What captures those states: the transformers engine, or the streamed target where that does not fit."""
+    from eagle3x.diagnosis.reference import must_stream
+    from eagle3x.diagnosis.streamed_reference import StreamedTarget
+    from eagle3x.engines.transformers_model import device_of
+
+    device = device_of(hardware)
+    if must_stream(target, device):
+        return nullcontext(StreamedTarget(target, device))
+    reference = reference_slot(slot)
+    return adapter(reference.backend.name).open(reference, target, hardware, job)
 
 
 def _longest(chosen: Sequence[Response], cfg: Config) -> int:
@@ -259,7 +274,7 @@ def _text(response: Response, output: tuple[int, ...]) -> tuple[int, ...]:
     return response.token_ids[: response.prompt_tokens] + output
 
 
-def _replay_pass(run: StageRun, engine: Engine, export: Export, asked: Mapping[str, tuple[int, ...]]) -> None:
+def _replay_pass(run: StageRun, engine: Captures, export: Export, asked: Mapping[str, tuple[int, ...]]) -> None:
     """Counters of every request by replay, at each candidate's boundaries, from reference states of the served text."""
     from eagle3x.diagnosis.replay import counters, replay, replay_detailed
     from eagle3x.drafters.checkpoint import load

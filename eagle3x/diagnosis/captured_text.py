@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eagle3x.diagnosis.replay import ReplaySample
-from eagle3x.types import LastNorm, TokenSample
+from eagle3x.types import HiddenStates, LastNorm, TokenSample
 
-if TYPE_CHECKING:
-    from eagle3x.engines.base import Engine
+
+class Captures(Protocol):
+    """An engine, or a target that is streamed (`streamed_reference.StreamedTarget`)."""
+
+    def capture(self, samples: Sequence[TokenSample], boundaries: Sequence[int]) -> Iterator[HiddenStates]:
+        """See `Engine.capture`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,12 @@ class CapturedText:
         return ReplaySample(text.id, torch.tensor(text.token_ids), aux, text.prompt_tokens, text.response_tokens)
 
 
-def captured(engine: Engine, texts: Sequence[Text], boundaries: Sequence[int]) -> Iterator[CapturedText]:
-    """The states of `texts` at ascending `boundaries`, as the engine hands them over."""
+def captured(engine: Captures, texts: Sequence[Text], boundaries: Sequence[int]) -> Iterator[CapturedText]:
+    """The states of `texts` at ascending `boundaries`, in the order in which the engine hands them over.
+
+    They are copies: what an engine hands over lies in memory that it waits for, and may not be kept.
+    """
     by_id = {text.id: text for text in texts}
     for states in engine.capture([TokenSample(t.id, t.token_ids) for t in texts], boundaries):
-        yield CapturedText(by_id[states.id], tuple(boundaries), states.aux, states.last, states.last_norm)
+        aux, last = states.aux.clone(), states.last.clone()
+        yield CapturedText(by_id[states.id], tuple(boundaries), aux, last, states.last_norm)

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from eagle3x.data.dumps import Dump, DumpSample
 from eagle3x.diagnosis.probe import LEAST_TOKENS, LEFT_OUT, SURE, Finding, identify
-from eagle3x.diagnosis.reference import Candidate, reference_model, run_reference
+from eagle3x.diagnosis.reference import Candidate, Reference, references
 from eagle3x.targets import Target
 from eagle3x.types import EagleError, LastNorm
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 UNKNOWN = Candidate(0, "stream")
 """Nothing is expected of a dump: a finding's own verdict means nothing here."""
@@ -117,8 +114,8 @@ def probe_dump(dump: Dump, target: Target, samples: int, probe_tokens: int) -> D
     without samples that are long enough, or whose token ids are not the target's.
     """
     chosen = list(_spread(dump, samples))
-    model = reference_model(target)
-    probed = [_probed(sample, target, model, probe_tokens) for sample in chosen]
+    texts = [_text(sample, target, probe_tokens) for sample in chosen]
+    probed = [_probed(sample, reference) for sample, reference in zip(chosen, references(target, texts), strict=True)]
     names = [f"column {i}" for i in range(len(probed[0]) - 1)] + ["last"]
     if any(len(findings) != len(names) for findings in probed):
         raise EagleError(f"{dump.directory}: samples have different numbers of columns")
@@ -142,7 +139,7 @@ def _spread(dump: Dump, samples: int) -> Sequence[DumpSample]:
     return found
 
 
-def _probed(sample: DumpSample, target: Target, model: PreTrainedModel, probe_tokens: int) -> list[Finding]:
+def _text(sample: DumpSample, target: Target, probe_tokens: int) -> list[int]:
     tokens = sample.token_ids[:probe_tokens].tolist()
     if min(tokens) < 0 or max(tokens) >= target.vocab_size:
         raise EagleError(
@@ -152,11 +149,15 @@ def _probed(sample: DumpSample, target: Target, model: PreTrainedModel, probe_to
         raise EagleError(
             f"{sample.id}: states are {sample.last.shape[-1]} wide, but {target.name}'s are {target.hidden_size}"
         )
-    columns = [column[: len(tokens)] for column in (*sample.aux.split(target.hidden_size, dim=1), sample.last)]
+    return tokens
+
+
+def _probed(sample: DumpSample, reference: Reference) -> list[Finding]:
+    tokens, hidden = reference.states.shape[1:]
+    columns = [column[:tokens] for column in (*sample.aux.split(hidden, dim=1), sample.last)]
     for number, column in enumerate(columns):
         if not torch.isfinite(column.float()).all():
             raise EagleError(f"{sample.id}: column {number} has values that are not finite in {sample.last.dtype}")
-    reference = run_reference(model, tokens)
     return [identify(column, UNKNOWN, reference) for column in columns]
 
 

@@ -5,19 +5,26 @@ Shapes: T tokens, H hidden, n blocks, C candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from eagle3x.engines.captured import available_memory
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from eagle3x.targets import Target
+
+CPU = torch.device("cpu")
+LOADED_WHOLE = 0.5
+"""Share of the free memory that a target in float32 may take."""
+ONLY_STREAMED = ("fp8", "mxfp4")
+"""`quantization_config.quant_method` of checkpoints that transformers does not load in float32 on a CPU."""
 
 Kind = Literal[
     "stream", "final_normed", "input_normed", "block_output", "mlp_output", "before_mlp", "row_before", "row_after"
@@ -60,8 +67,37 @@ class Reference:
 
 
 def reference_states(target: Target, token_ids: Sequence[int]) -> Reference:
-    """Load the target in float32, run it once on `token_ids`, and forget it."""
-    return run_reference(reference_model(target), token_ids)
+    """The reference of one text; see `references`."""
+    (found,) = references(target, [token_ids])
+    return found
+
+
+def references(target: Target, texts: Sequence[Sequence[int]]) -> Iterator[Reference]:
+    """The reference of each text: the target in float32, loaded whole where it fits, else streamed."""
+    if must_stream(target):
+        from eagle3x.diagnosis.streamed_reference import StreamedTarget
+
+        yield from StreamedTarget(target).references(texts)
+        return
+    model = reference_model(target)
+    for text in texts:
+        yield run_reference(model, text)
+
+
+def must_stream(target: Target, device: torch.device = CPU) -> bool:
+    """Whether the target cannot be loaded whole in float32.
+
+    That is if it would take more than half of the device's free memory (its states, and what else runs here, need
+    room too), or if its weights are stored in a way that transformers runs on a GPU alone.
+    Raises EagleError for a quantization of which nothing is known.
+    """
+    from eagle3x.diagnosis.stored_weights import StoredWeights
+
+    with StoredWeights(target) as weights:
+        needed = weights.elements() * torch.float32.itemsize
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    quantization = target.quantization_config or {}
+    return quantization.get("quant_method") in ONLY_STREAMED or needed > LOADED_WHOLE * free
 
 
 def reference_model(target: Target) -> PreTrainedModel:
@@ -119,19 +155,29 @@ def run_reference(model: PreTrainedModel, token_ids: Sequence[int]) -> Reference
             " normed last one, so this target has no reference"
         )
     streams[n] = before_norm[0]
+    normed = {
+        b: block.input_layernorm(streams[b]) for b, block in enumerate(blocks) if hasattr(block, "input_layernorm")
+    }
+    return named(streams, mlp_outputs, normed, norm)
 
+
+def named(
+    streams: Sequence[Tensor], mlp_outputs: Mapping[int, Tensor], input_normed: Mapping[int, Tensor], norm: nn.Module
+) -> Reference:
+    """All candidates, from the streams [1, T, H] at boundaries 0..n and, by boundary, the MLP outputs before it and
+    what the next block's input norm makes of it, as far as the target's blocks have these parts."""
     found: dict[Candidate, Tensor] = {}
     for b, stream in enumerate(streams):
         found[Candidate(b, "stream")] = stream
         found[Candidate(b, "row_before")] = torch.cat([stream[:, :1], stream[:, :-1]], dim=1)
         found[Candidate(b, "row_after")] = torch.cat([stream[:, 1:], stream[:, -1:]], dim=1)
         found[Candidate(b, "final_normed")] = norm(stream)
-        if b < n and hasattr(blocks[b], "input_layernorm"):
-            found[Candidate(b, "input_normed")] = blocks[b].input_layernorm(stream)
+        if b in input_normed:
+            found[Candidate(b, "input_normed")] = input_normed[b]
         if b > 0:
             found[Candidate(b, "block_output")] = stream - streams[b - 1]
         if b in mlp_outputs:
             found[Candidate(b, "mlp_output")] = mlp_outputs[b].reshape(stream.shape)
             found[Candidate(b, "before_mlp")] = stream - found[Candidate(b, "mlp_output")]
     states = torch.stack([state[0].float().cpu() for state in found.values()])
-    return Reference(n, tuple(found), states)
+    return Reference(len(streams) - 1, tuple(found), states)

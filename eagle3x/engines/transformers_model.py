@@ -120,6 +120,17 @@ class TargetModel:
         return module.register_forward_pre_hook(keep, with_kwargs=True)
 
 
+def device_of(hardware: Hardware) -> torch.device:
+    """Where the target is run. EagleError if there is no GPU."""
+    if hardware.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EagleError(
+            "hardware.device=cuda, but this torch finds no GPU: use hardware=cpu, or a CUDA build of torch"
+        )
+    return torch.device("cuda", hardware.devices[0] if hardware.devices else 0)
+
+
 def load(target: Target, attention: str, dtype: str, hardware: Hardware) -> TargetModel:
     """Load the target onto its device.
 
@@ -128,12 +139,7 @@ def load(target: Target, attention: str, dtype: str, hardware: Hardware) -> Targ
     """
     if hardware.threads is not None:
         torch.set_num_threads(hardware.threads)
-    if hardware.device == "cuda" and not torch.cuda.is_available():
-        raise EagleError(
-            "hardware.device=cuda, but this torch finds no GPU: use hardware=cpu, or a CUDA build of torch"
-        )
-    index = hardware.devices[0] if hardware.devices else 0
-    device = torch.device("cpu") if hardware.device == "cpu" else torch.device("cuda", index)
+    device = device_of(hardware)
     transformers_logging.disable_progress_bar()  # one bar per 100 tensors says nothing of the work at hand
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -11,20 +11,23 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from eagle3x.benchmark import measure
 from eagle3x.benchmark.config import Benchmark, Speculation
-from eagle3x.benchmark.measure import candidate_boundaries, make, reference_slot, spread
+from eagle3x.benchmark.measure import candidate_boundaries, make, open_reference, reference_slot, spread
 from eagle3x.benchmark.records import parse_counters, read_batches, read_lines, requests
 from eagle3x.config import Config, Hardware, TargetConfig
 from eagle3x.data.config import Sampling
 from eagle3x.data.records import write_responses
+from eagle3x.diagnosis import reference
 from eagle3x.diagnosis.known_answer import BLOCKS, KnownAnswer, Variant, build, variants
+from eagle3x.diagnosis.streamed_reference import StreamedTarget
 from eagle3x.engines.config import Attention, Backend, Job, Quantization, Slot
 from eagle3x.engines.transformers import TransformersEngine
 from eagle3x.pipeline import StageRun
 from eagle3x.targets import Target, resolve
-from eagle3x.types import EagleError, Request, Response, SpecCounters, total
+from eagle3x.types import EagleError, Request, Response, SpecCounters, TokenSample, total
 
 K, TOKENS = 3, 14
 PROMPTS = {f"{'code' if i % 2 else 'math'}-{i}": (11 + i, 4, 3 + 5 * i) for i in range(8)}
@@ -278,6 +281,23 @@ def test_candidates_by_name() -> None:
     assert "b-1" not in candidate_boundaries((0, 14, 26), None, 30)
     assert list(candidate_boundaries((3, 15, 27), (2, 14, 26), 30)) == ["b", "b-1", "b+1", "default"]
     assert "default" not in candidate_boundaries((1, 2), (1, 2), 30)
+
+
+def test_a_reference_that_does_not_fit_is_streamed(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE3X_CACHE", str(tmp_path))
+    sample = TokenSample("a", tuple((7 * i + 2) % 40 for i in range(30)))
+    found = []
+    for streams in (False, True):
+        monkeypatch.setattr(reference, "must_stream", lambda *_, streams=streams: streams)
+        with open_reference(SLOT, target, Hardware("cpu", None, None), Job(64, tmp_path)) as opened:
+            assert isinstance(opened, StreamedTarget if streams else TransformersEngine)
+            (states,) = opened.capture([sample], (1, 2))
+            found.append(states)
+    torch.testing.assert_close(found[0].aux, found[1].aux)
+    torch.testing.assert_close(found[0].last, found[1].last)
+    assert found[0].last_norm == found[1].last_norm
 
 
 def test_the_reference_is_float32_and_unquantized() -> None:
