@@ -28,16 +28,16 @@ Experiment = Callable[[np.random.Generator, int, Bootstrap], Interval]
 def counted(rng: np.random.Generator, odds: Array, steps: Array) -> Array:
     """Verify steps and acceptances at each position, [..., N, 1 + DRAFTS], of prompts of log-odds [..., N]."""
     chance = 1 / (1 + np.exp(-odds))
-    rows = [np.broadcast_to(steps, odds.shape)]
+    rows: list[Array] = [np.broadcast_to(steps, odds.shape)]
     for _ in range(DRAFTS):
-        rows.append(rng.binomial(rows[-1], chance))
-    return np.stack(rows, axis=-1).astype(np.float64)
+        rows.append(rng.binomial(rows[-1].astype(np.int64), chance).astype(np.float64))
+    return np.stack(rows, axis=-1)
 
 
 def prompts(rng: np.random.Generator, n: int, a: float = 1.5, b: float = 4.0) -> tuple[Array, Array]:
     """Log-odds and verify steps of n prompts."""
     q = rng.beta(a, b, n)
-    return np.log(q / (1 - q)), rng.integers(15, 45, n)
+    return np.log(q / (1 - q)), rng.integers(15, 45, n).astype(np.float64)
 
 
 def tau_columns(rows: Array) -> Array:

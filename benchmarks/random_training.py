@@ -122,8 +122,9 @@ class Bench:
     def config(self, tokens: int, steps: int = 1, freeze_head: bool = False) -> Train:
         """Seven TTT steps; as many epochs over two steps' documents as `steps` asks for."""
         return Train(
-            ttt_steps=7, step_weight_decay=0.9, tokens_per_step=tokens, epochs=max(1, steps // 2), learning_rate=1e-4,
-            warmup_fraction=0.1, weight_decay=0.01, adam_betas=(0.9, 0.95), grad_clip=1.0,
+            ttt_steps=7, loss="cross_entropy", step_weight_decay=0.9, tokens_per_step=tokens,
+            epochs=max(1, steps // 2), learning_rate=1e-4, warmup_fraction=0.1, weight_decay=0.01,
+            adam_betas=(0.9, 0.95), grad_clip=1.0,
             precision="bf16" if self.device.type == "cuda" else "fp32", out_of_vocab="renormalise",
             freeze_head=freeze_head, head_chunk=8192, validations=1, checkpoints=1, num_workers=8,
         )  # fmt: skip
@@ -216,7 +217,7 @@ class BareStep:
         self.optimizer.zero_grad(set_to_none=True)
         states = m.ttt(batch.aux.to(self.dtype), batch.token_ids, batch.layout, self.cfg.ttt_steps)
         last = batch.last.to(self.dtype)
-        loss, _ = ttt_loss(states, m.lm_head.weight, m.norm.weight, batch.pairs, last, self.teacher)
+        loss, _ = ttt_loss(states, m.lm_head.weight, m.norm.weight, batch.pairs, last, self.teacher, self.cfg.loss)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()

@@ -32,6 +32,7 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
     cfg = cell.config
     store = Store(Path(cfg.artifacts))
     made: dict[str, Artifact] = {}
+    target: targets.Target | None = None
     error: BaseException | None = None
     try:
         target = targets.resolve(cfg.target)
@@ -47,7 +48,7 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
     except Exception as e:
         error = e
     if cfg.stage in REPORTED:
-        report_cell(cell, run_dir, made, error, in_sweep, command)
+        report_cell(cell, run_dir, target, made, error, in_sweep, command)
     if error is not None:
         raise error
     if cfg.stage not in REPORTED:
@@ -55,11 +56,19 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
 
 
 def report_cell(
-    cell: Cell, run_dir: Path, made: Mapping[str, Artifact], error: BaseException | None, in_sweep: bool, command: str
+    cell: Cell,
+    run_dir: Path,
+    target: targets.Target | None,
+    made: Mapping[str, Artifact],
+    error: BaseException | None,
+    in_sweep: bool,
+    command: str,
 ) -> None:
-    """Write report.html, report.md, summary.json and the W&B run of one cell."""
+    """Write report.html, report.md, summary.json and the W&B run of one cell. target: None if it could not be had."""
     from eagle3x.reporting import report
+    from eagle3x.reporting.sources import sources_of
 
+    prompts = made["prompts"].manifest.facts if "prompts" in made else {}
     drafter, states, benchmark = made.get("drafter"), made.get("hidden_states"), made.get("benchmark")
     diagnosis = made.get("diagnose")
     record = report.Cell(
@@ -72,11 +81,18 @@ def report_cell(
         reused={name: a.reused for name, a in made.items()},
         training_metrics=drafter.path / "metrics.jsonl" if drafter else None,
         capture_probe=states.manifest.facts.get("capture_probe") if states else None,
+        sources=() if target is None else sources_of(cell.config, target.path, _published(cell), prompts),
         error=None if error is None else describe(error),
     )
     report.write_report(run_dir, [record], command)
     if not in_sweep:
         point_latest(Path("outputs/latest"), run_dir)
+
+
+def _published(cell: Cell) -> Path | None:
+    """The directory of the drafter that the run took from elsewhere, if it got as far as that."""
+    file = location.at_hand(cell.config.drafter)
+    return file.parent if file is not None and file.is_file() else None
 
 
 def describe(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from eagle3x.types import EagleError
@@ -24,14 +25,34 @@ class Dataset:
     licence: str | None
 
 
+@cache
 def dataset(hub_id: str, revision: str | None) -> Dataset:
-    """Ask the hub what is at that revision. EagleError says what to do."""
+    """Ask the hub, once in a process: a branch that moves must not give the cells of a run different prompts.
+
+    EagleError says what to do.
+    """
     from huggingface_hub import HfApi
 
     with _explained(hub_id, "hub_id", "a directory (hub_id=null path=DIRECTORY)", revision):
         info = HfApi().dataset_info(hub_id, revision=revision)
     licence = None if info.card_data is None else info.card_data.get("license")
     return Dataset(str(info.sha), None if licence is None else str(licence))
+
+
+def licence_of(directory: Path) -> str | None:
+    """The licence that the card in a model's directory names (README.md); None if there is none, or it names none."""
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError
+
+    card = directory / "README.md"
+    if not card.is_file():
+        return None
+    try:
+        data = ModelCard.load(card).data.to_dict()
+    except (OSError, ValueError, YAMLError):  # a card for people alone
+        return None
+    licence = data.get("license_name") if data.get("license") == "other" else data.get("license")
+    return None if licence is None else str(licence)
 
 
 def snapshot(hub_id: str, revision: str | None, files: Sequence[str], key: str, instead: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,12 +17,24 @@ PLACEMENT = "placement"
 """Marks a config field that is readable by its stage but not hashed."""
 
 
+@dataclass(frozen=True)
+class Added:
+    """Marks a config field that came later. With the value that all results until then were made with, it is not
+    hashed: they keep their keys."""
+
+    before: Any
+
+
 def identity_of(node: Any) -> Any:
     """The hashed part of a config node, as plain JSON values."""
     if is_dataclass(node) and not isinstance(node, type):
         hints = get_type_hints(type(node), include_extras=True)
-        hashed = [f.name for f in fields(node) if PLACEMENT not in getattr(hints[f.name], "__metadata__", ())]
-        return {name: identity_of(getattr(node, name)) for name in hashed}
+        marks = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(node)}
+        return {
+            name: identity_of(getattr(node, name))
+            for name, found in marks.items()
+            if PLACEMENT not in found and Added(getattr(node, name)) not in found
+        }
     if isinstance(node, Mapping):
         return {str(k): identity_of(v) for k, v in node.items()}
     if isinstance(node, list | tuple):

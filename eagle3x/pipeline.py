@@ -118,9 +118,11 @@ def declared(name: str, cfg: Config) -> Stage:
 
 
 def needs(name: str, cfg: Config) -> tuple[str, ...]:
-    """The stages that `name` reads. A pretrained drafter needs no states."""
+    """The stages that `name` reads. A pretrained drafter needs no states; a dump may hold what eval prompts ask."""
     if name == "drafter" and cfg.drafter.source == "pretrained":
         return ()
+    if name == "hidden_states" and cfg.hidden_states.source is not None:
+        return (*STAGES[name].needs, "prompts")
     return STAGES[name].needs
 
 

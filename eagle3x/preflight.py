@@ -9,7 +9,7 @@ from pathlib import Path
 from eagle3x import pipeline, targets
 from eagle3x.capture import CaptureError, native_layer_ids, reader_of, trained_boundaries
 from eagle3x.config import Config, TargetConfig
-from eagle3x.data import reuse, sources
+from eagle3x.data import dump_files, reuse, sources
 from eagle3x.data.chat_template import refuse_unread
 from eagle3x.drafters import location
 from eagle3x.drafters import origin as origins
@@ -35,8 +35,7 @@ def check(cfg: Config) -> None:
     sources.check(cfg.data)
     sources.check(cfg.eval)
     reuse.check(cfg.responses.source)
-    if cfg.hidden_states.source is not None and not Path(cfg.hidden_states.source).is_dir():
-        raise ConfigError(f"hidden_states.from={cfg.hidden_states.source}: no such directory")
+    dump_files.check(cfg.hidden_states.source)
     location.check(cfg.drafter)
     check_store(Path(cfg.artifacts))
     if cfg.stage == "report" and cfg.tracking.mode == "online" and not logged_in():
@@ -68,6 +67,9 @@ def check_with_target(cfg: Config, target: Target) -> None:
             native_layer_ids(reader_of(identity, target.model_class), boundaries, target.num_blocks)
         except CaptureError as error:
             reasons.append(f"extract: {error}")
+    if "hidden_states" in stages and cfg.hidden_states.source is not None:
+        has_texts = cfg.responses.source is not None
+        reasons += dump_files.unusable(cfg.hidden_states.source, target.hidden_size, boundaries, has_texts)
     if "drafter" in stages and cfg.drafter.source == "custom":
         reasons += cfg.train.refusals(cfg.hardware.device, target.head_dim)
         if cfg.train.freeze_head and cfg.drafter.init == "random" and cfg.drafter.init_from is None:
@@ -102,11 +104,12 @@ def drafter_plan(cfg: Config, target: Target) -> DrafterPlan:
     Raises ConfigError for a published drafter that cannot be read, or whose boundaries nobody knows.
     """
     boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)
+    sampled = bool(cfg.benchmark.above_zero)
     if not cfg.drafter.published:
-        return DrafterPlan(len(boundaries), boundaries, _variants(cfg.drafter), cfg.speculation)
+        return DrafterPlan(len(boundaries), boundaries, _variants(cfg.drafter), cfg.speculation, sampled)
     file = location.at_hand(cfg.drafter)
     if file is None:  # on the hub: looked at again when it was loaded
-        return DrafterPlan(len(boundaries), None, frozenset(), cfg.speculation)
+        return DrafterPlan(len(boundaries), None, frozenset(), cfg.speculation, sampled)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         architecture = Architecture.from_config(raw, cfg.drafter.made_by)
@@ -123,7 +126,7 @@ def drafter_plan(cfg: Config, target: Target) -> DrafterPlan:
             f" states are to be of {list(boundaries)}: set target.aux_layer_ids (and capture) to what it reads"
         )
     fed = origin.boundaries if cfg.serve.capture == "trained" else None
-    return DrafterPlan(architecture.num_aux, fed, _variants(architecture), cfg.speculation)
+    return DrafterPlan(architecture.num_aux, fed, _variants(architecture), cfg.speculation, sampled)
 
 
 def _variants(described: Drafter | Architecture) -> frozenset[str]:

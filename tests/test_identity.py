@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 
 from eagle3x.composition import cells
-from eagle3x.identity import PLACEMENT, digest, identity_of
+from eagle3x.identity import PLACEMENT, Added, digest, identity_of
 from eagle3x.schema import config
 
 
@@ -24,6 +24,20 @@ def test_placement_is_left_out() -> None:
     assert identity_of(Node(value=1, where="/a")) == {"value": 1}
     assert digest(identity_of(Node(value=1, where="/a"))) == digest(identity_of(Node(value=1, where=None)))
     assert digest(identity_of(Node(value=1, where=None))) != digest(identity_of(Node(value=2, where=None)))
+
+
+def test_a_field_that_came_later_leaves_old_keys_as_they_are() -> None:
+    @config
+    class Grown:
+        value: int
+        more: Annotated[tuple[float, ...], Added((0.0,))]
+
+    assert identity_of(Grown(value=1, more=(0.0,))) == identity_of(Node(value=1, where=None))
+    assert identity_of(Grown(value=1, more=(0.0, 1.0))) == {"value": 1, "more": [0.0, 1.0]}
+    cfg = cells([], multirun=False)[0].config
+    assert not {"temperatures", "top_p"} & identity_of(cfg.benchmark).keys()
+    assert "loss" not in identity_of(cfg.train)
+    assert identity_of(replace(cfg.train, loss="lk"))["loss"] == "lk"
 
 
 def test_digest_is_sha256_of_canonical_json() -> None:

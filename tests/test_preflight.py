@@ -18,6 +18,8 @@ REFUSED = {
     ("speculation=tree",): "topk=4: transformers drafts chains only; use speculation=chain",
     ("backend=vllm", "speculation=tree"): "topk=4: vLLM drafts chains only; use speculation=chain",
     ("backend=vllm", "backend.python=/nowhere/python"): "make env-vllm-cpu",
+    ("backend=vllm", "benchmark.temperatures=[0,0.7]"): "loses the temperature of requests when it speculates on a CPU",
+    ("backend=sglang", "benchmark.temperatures=[0,0.7]"): "SGLang verifies greedily on a CPU",
     ("quantization=int4",): "quantization=none",
     ("quantization@serve.quantization=fp8",): "serve: quantization=fp8",
     ("attention=flashinfer",): "sdpa",

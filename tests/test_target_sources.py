@@ -156,7 +156,7 @@ def test_a_hub_model_is_downloaded_without_pickles(tiny_target: Target, monkeypa
     patterns = {k: asked[k] for k in ("allow_patterns", "ignore_patterns")}
     assert list(filter_repo_objects(repository, **patterns)) == [
         "config.json", "model-1-of-2.safetensors", "model.safetensors.index.json", "tokenizer.json",
-        "tokenizer.model", "merges.txt", "chat_template.jinja",
+        "tokenizer.model", "merges.txt", "chat_template.jinja", "README.md",
     ]  # fmt: skip
     resolve(TargetConfig("t", None, None, "org/name", None, True, (1,)))
     assert "*.py" in asked["allow_patterns"]

@@ -49,6 +49,11 @@ PREDICTED = "b"
 """The candidate that is predicted to be fed; the others are what replay would see if the layers were wrong."""
 
 
+def sampled_file(temperature: float) -> str:
+    """Where the acceptance pass at a temperature above 0 is stored."""
+    return f"acceptance_t{temperature!r}.jsonl"
+
+
 def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
     """The content of cell.json (docs/metrics.md) from the counters in `directory`.
 
@@ -80,6 +85,7 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
         "degenerate_requests": sum(t is not None for t in tails),
         "degenerate_tails": {ids[i]: tails[i] for i in rows if tails[i] is not None},
         "macro": figures.tau_macro,
+        "sampled": [_sampled(directory, pass_, bootstrap) for pass_ in context["sampled"]],
         "survival": [asdict(s) for s in survival_intervals(counters, ids, bootstrap)],
         "alpha": [None if a is None else asdict(a) for a in alpha_intervals(counters, ids, bootstrap)],
         "slot_use": figures.slot_use,
@@ -95,6 +101,19 @@ def summarise(directory: Path, cfg: Config) -> dict[str, Any]:
             "serve_probe": _serve_probe(counters, ids, replayed, context, bootstrap),
         },
         "mismatched": context["mismatched"],
+    }
+
+
+def _sampled(directory: Path, pass_: Mapping[str, float], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Acceptance of sampled text. No replay stands beside it: what a last step drew past the end is not known."""
+    served = requests(read_batches(directory / sampled_file(pass_["temperature"])))
+    counters, ids = [counters_of(r) for r in served], [r.id for r in served]
+    return {
+        **pass_,
+        "requests": len(served),
+        "output_tokens": sum(len(r.completion.token_ids) for r in served),
+        "tau": asdict(tau_interval(counters, ids, bootstrap)),
+        "survival": [asdict(s) for s in survival_intervals(counters, ids, bootstrap)],
     }
 
 

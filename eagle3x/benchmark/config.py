@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from eagle3x.identity import Added
 from eagle3x.schema import config
 
 
@@ -50,12 +53,17 @@ class Speculation:
 
 @config
 class Benchmark:
-    """The acceptance pass (counters, T=0) and the timing pass (with and without the drafter, ABBA)."""
+    """The acceptance passes (counters) and the timing pass (T=0, with and without the drafter, ABBA)."""
 
     max_prompts: int | None
     """Eval prompts of the acceptance pass; null: all."""
     acceptance_concurrency: int
     """1 where the engine only has totals; an engine with per-request counters may run more at a time."""
+    temperatures: Annotated[tuple[float, ...], Added((0.0,))]
+    """Of the acceptance passes, ascending. The one at 0 is always made: replay, the serve probe and the comparison of
+    outputs read it."""
+    top_p: Annotated[float, Added(1.0)]
+    """At temperatures above 0."""
     timing: bool
     timing_prompts: int
     timing_tokens: int
@@ -69,7 +77,16 @@ class Benchmark:
     near_tie: float | None
     """Top-2 logit gap below which two greedy outputs may part; null: by the dtype that is served (cell.NEAR_TIE)."""
 
+    @property
+    def above_zero(self) -> tuple[float, ...]:
+        """The temperatures of the acceptance passes that sample."""
+        return self.temperatures[1:]
+
     def __post_init__(self) -> None:
+        if self.temperatures[:1] != (0.0,) or list(self.temperatures) != sorted(set(self.temperatures)):
+            raise ValueError(f"temperatures must be 0 and then ascending ones, not {list(self.temperatures)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError("top_p must be in (0, 1]")
         if not 0.5 < self.confidence < 1:
             raise ValueError("confidence must be in (0.5, 1)")
         if self.resamples < 100:

@@ -1,6 +1,7 @@
 """The benchmark stage: what the served drafter is accepted, what it costs, and whether replay explains it.
 
 acceptance.jsonl, baseline.jsonl   a request a line: counters, output, times, with and without the drafter (T=0)
+acceptance_t0.7.jsonl              the same with the drafter at each of benchmark.temperatures above 0
 timing.jsonl                       the same of the timing pass, fixed length, legs in ABBA order
 texts.jsonl                        how each served text goes on past its end, for replay
 replay.jsonl                       counters that replay predicts for each request, at several boundaries (of chains)
@@ -15,11 +16,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from eagle3x.benchmark.cell import ACCEPTANCE, BASELINE, CELL, CONTEXT, PREDICTED, REPLAY, TIMING, summarise
+from eagle3x.benchmark.cell import (
+    ACCEPTANCE,
+    BASELINE,
+    CELL,
+    CONTEXT,
+    PREDICTED,
+    REPLAY,
+    TIMING,
+    sampled_file,
+    summarise,
+)
 from eagle3x.benchmark.records import RequestRecord, append_lines, read_batches, read_lines, requests
 from eagle3x.benchmark.runner import Workload, acceptance_pass, timing_legs, timing_pass
 from eagle3x.capture import reader_of
@@ -30,6 +41,7 @@ from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
 from eagle3x.engines import adapter
 from eagle3x.engines.config import LOGS, Attention, Backend, Job, Quantization, Slot
+from eagle3x.identity import request_seed
 from eagle3x.progress import log, track
 from eagle3x.types import EagleError, Request, Response, TokenSample
 
@@ -77,6 +89,7 @@ def make(run: StageRun) -> dict[str, Any]:
         "predicted": list(fed.predicted),
         "mismatched": fed.mismatched,
         "candidates": {name: list(boundaries) for name, boundaries in asked.items()},
+        "sampled": [{"temperature": t, "top_p": cfg.benchmark.top_p} for t in cfg.benchmark.above_zero],
     }
     (run.work / CONTEXT).write_text(json.dumps(context, indent=1) + "\n", encoding="utf-8")
 
@@ -176,6 +189,16 @@ def _passes(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Respo
     acceptance_pass(
         lambda: engine.serve(drafter, cfg.speculation), work, concurrency, k, run.work / ACCEPTANCE, "acceptance"
     )
+    for temperature in settings.above_zero:
+        drawn = replace(work, requests=tuple(_sampled(r, temperature, cfg) for r in work.requests))
+        acceptance_pass(
+            lambda: engine.serve(drafter, cfg.speculation),
+            drawn,
+            concurrency,
+            k,
+            run.work / sampled_file(temperature),
+            f"acceptance at temperature {temperature:g}",
+        )
     if not engine.can_serve_plain:
         log(
             "an attached server cannot be asked without its drafter: outputs are not compared, and no speed-up measured"
@@ -208,6 +231,12 @@ def _request(response: Response, max_tokens: int, timed: bool = False) -> Reques
     """Of fixed length if it is timed, else with the gaps that explain a difference of outputs."""
     prompt = response.token_ids[: response.prompt_tokens]
     return Request(response.id, prompt, max_tokens, ignore_eos=timed, top2_gaps=not timed)
+
+
+def _sampled(request: Request, temperature: float, cfg: Config) -> Request:
+    """The same at a temperature above 0, where gaps explain nothing."""
+    seed = request_seed(cfg.seed, request.id)
+    return replace(request, temperature=temperature, top_p=cfg.benchmark.top_p, seed=seed, top2_gaps=False)
 
 
 def _served(run: StageRun) -> list[RequestRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -34,15 +35,20 @@ def run(args: ConvertArgs, cfg: Config, console: Console) -> None:
     boundaries = found.boundaries
     if boundaries is None:
         raise ConfigError(f"{source}: {found.said_by}")
-    if args.format == "speculators":
-        checkpoint.module(published, target)
-        drafts = cfg.speculation.num_speculative_tokens
-        config = speculators_format.config(published.arch, published.dtype, boundaries, target, drafts)
-        checkpoint.write(directory, speculators_format.tensors(published.tensors, published.arch), config)
-        refused = None
-    else:
-        checkpoint.republish(published, directory, target)
-        refused = export.rewrite_ids(directory, boundaries, target)
+    refused = None
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its place: what is there under its own name is whole.
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
+        made = Path(temporary) / "drafter"
+        if args.format == "speculators":
+            checkpoint.module(published, target)
+            drafts = cfg.speculation.num_speculative_tokens
+            config = speculators_format.config(published.arch, published.dtype, boundaries, target, drafts)
+            checkpoint.write(made, speculators_format.tensors(published.tensors, published.arch), config)
+        else:
+            checkpoint.republish(published, made, target)
+            refused = export.rewrite_ids(made, boundaries, target)
+        made.rename(directory)
     console.print(
         f"{checkpoint.format_of(published.config)} in {source} -> {args.format} in {directory}: boundaries"
         f" {list(boundaries)} ({found.said_by})" + (f"; not for SGLang: {refused}" if refused else ""),

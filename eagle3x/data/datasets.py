@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from eagle3x.progress import log
 from eagle3x.types import ConfigError
 
 COMMIT = re.compile("[0-9a-f]{40}")
+OLDEST = (5, 2)
+"""The version that was seen to read `hf://` as the hub alone, and that runs no code of a dataset's."""
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """What `save_to_disk` leaves in a dataset's folder."""
 
@@ -43,8 +45,13 @@ def check(source: PromptSource, group: str) -> None:
     Raises:
         ConfigError: `datasets` is not installed, no such directory, or no name of a repository.
     """
-    if find_spec("datasets") is None:
-        raise ConfigError("datasets of the hub need the library: pip install 'eagle3x[hf]' (or: pip install datasets)")
+    try:
+        found = version("datasets")
+    except PackageNotFoundError:
+        raise ConfigError(f"{group}=hf needs the library datasets: pip install 'eagle3x[hf]'") from None
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ConfigError(f"{group}=hf needs datasets {needed} or newer, not {found}: pip install 'datasets>={needed}'")
     if source.path is not None and not Path(source.path).is_dir():
         raise ConfigError(f"{group}.path={source.path}: no such directory; a file is read by {group}=jsonl")
     if source.hub_id is not None and not hub.is_hub_id(source.hub_id):
@@ -107,7 +114,8 @@ def _load(source: PromptSource, place: Mapping[str, Any]) -> Iterable[Mapping[st
                 raise ConfigError(f"{source.path} has no split {source.split!r}; it has {', '.join(saved)}")
             return saved[source.split]
         return library.load_dataset(
-            source.path or source.hub_id,
+            # A bare id would mean a folder of that name, if there is one.
+            source.path or f"hf://datasets/{source.hub_id}",
             name=source.subset,
             split=source.split,
             revision=place.get("revision"),

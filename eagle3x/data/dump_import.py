@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3x.data.reuse import begins_with_any, labelled
+from eagle3x.data.reuse import labelled
 from eagle3x.data.shard_index import ShardSpec
 from eagle3x.data.shards import ShardWriter, require_space
 from eagle3x.data.sources import NO_CATEGORY
@@ -19,6 +19,7 @@ from eagle3x.types import EagleError, HiddenStates, Response
 
 if TYPE_CHECKING:
     from eagle3x.data.dumps import Dump, DumpSample
+    from eagle3x.data.leaks import HeldOut
     from eagle3x.diagnosis.dump_probe import DumpVerdict
     from eagle3x.targets import Target
 
@@ -47,15 +48,15 @@ def write_train(
     dump: Dump,
     verdict: DumpVerdict,
     texts: Sequence[Response],
-    held_out: Sequence[Sequence[int]],
+    held_out: HeldOut,
     dtype: str,
     directory: Path,
     tokens_per_shard: Callable[[ShardSpec], int],
 ) -> dict[str, Any]:
     """Write the dump's samples as train shards into `directory`, going on where a killed attempt stopped.
 
-    texts: responses whose masks are used where the dump has none. Samples that begin with a prompt of `held_out`, or
-    in which nothing is a label, are left out and counted. Raises EagleError for a sample without a mask anywhere.
+    texts: responses whose masks are used where the dump has none. Samples that ask what is held out, or in which
+    nothing is a label, are left out and counted. Raises EagleError for a sample without a mask anywhere.
     """
     import torch
 
@@ -68,13 +69,13 @@ def write_train(
     written = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     require_space(directory, sum(file.stat().st_size for file in dump.files) - written)
     masks = _by_beginning(texts)
-    counts = {"samples": len(dump), "same_prompt": 0, "empty_masks": 0}
+    counts = {"samples": len(dump), "same_prompt": 0, "leak": 0, "empty_masks": 0}
     with ShardWriter(directory, spec, tokens_per_shard(spec)) as writer:
         done = writer.done_ids
         for sample in track((dump[i] for i in range(len(dump))), "Hidden states of the dump", len(dump)):
             response = _response(sample, masks, dump)
-            if begins_with_any(response.token_ids, held_out):
-                counts["same_prompt"] += 1
+            if (why := held_out.why_not(response.token_ids, response.loss_mask)) is not None:
+                counts[why] += 1
             elif not any(response.loss_mask):
                 counts["empty_masks"] += 1
             elif sample.id not in done:

@@ -17,19 +17,15 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle3x.data.shard_index import INDEX
+from eagle3x.data.dump_files import VLLM, find, suffix
 from eagle3x.data.shards import Shards
 from eagle3x.types import EagleError
 
-DumpFormat = Literal["eagle3x", "vllm", "specforge", "modelopt"]
-SUFFIXES: dict[str, DumpFormat] = {
-    ".safetensors": "vllm", ".ckpt": "specforge", ".ckpt.gz": "specforge", ".pt": "modelopt",
-}  # fmt: skip
 SCALES = "hidden_states_scales"
 PICKLED = {"specforge": ("aux_hidden_state", "hidden_state"), "modelopt": ("aux_hidden_states", "hidden_states")}
 """Names of the boundaries' and of the last states."""
@@ -53,19 +49,11 @@ class Dump(Sequence[DumpSample]):
         """EagleError if the directory holds no dump, or dumps of two formats."""
         self.directory, self.hidden_size = directory, hidden_size
         self._shards: list[Shards] = []
-        self.files: list[Path] = []
-        indices = sorted(directory.rglob(INDEX)) if directory.is_dir() else []
-        if indices:
-            self.format: DumpFormat = "eagle3x"
-            self._shards = [Shards(index.parent) for index in indices]
+        found = find(directory)
+        self.format, self.files = found.format, list(found.files)
+        if found.indices:
+            self._shards = [Shards(index.parent) for index in found.indices]
             self.files = [shards.directory / shard.file for shards in self._shards for shard in shards.shards]
-            return
-        found: dict[Path, DumpFormat] = {p: SUFFIXES[_suffix(p)] for p in _below(directory) if _suffix(p) in SUFFIXES}
-        formats = sorted(set(found.values()))
-        if len(formats) != 1:
-            what = f"files of {' and '.join(formats)}" if formats else f"no {', '.join(SUFFIXES)} file"
-            raise EagleError(f"{directory} has {what}: name the folder of one dump of hidden states")
-        self.format, self.files = found[min(found)], sorted(found)
 
     def __len__(self) -> int:
         return sum(map(len, self._shards)) if self._shards else len(self.files)
@@ -78,7 +66,7 @@ class Dump(Sequence[DumpSample]):
                 return DumpSample(s.id, s.token_ids, s.aux, s.last, s.loss_mask)
             index -= len(shards)
         file = self.files[index]
-        name = file.relative_to(self.directory).as_posix().removesuffix(_suffix(file))
+        name = file.relative_to(self.directory).as_posix().removesuffix(suffix(file))
         return _vllm(file, name) if self.format == "vllm" else self._pickled(file, name)
 
     def _pickled(self, file: Path, name: str) -> DumpSample:
@@ -100,7 +88,7 @@ def _vllm(file: Path, name: str) -> DumpSample:
         found = load_file(file)
     except SafetensorError as error:
         raise EagleError(f"{file} is not a whole safetensors file: {error}") from error
-    _require(file, found, ("token_ids", "hidden_states"))
+    _require(file, found, VLLM)
     states = found["hidden_states"]
     if states.dim() != 3 or states.shape[1] < 2:
         raise EagleError(f"{file}: hidden_states are {list(states.shape)}, should be [tokens, columns, width]")
@@ -140,11 +128,3 @@ def _require(file: Path, found: Mapping[str, Any], names: Sequence[str]) -> None
 def _rows(states: Tensor) -> Tensor:
     """[T, X] of states that may have a batch axis of 1."""
     return states[0] if states.dim() == 3 and states.shape[0] == 1 else states
-
-
-def _below(directory: Path) -> list[Path]:
-    return [path for path in directory.rglob("*") if path.is_file()] if directory.is_dir() else []
-
-
-def _suffix(path: Path) -> str:
-    return ".ckpt.gz" if path.name.endswith(".ckpt.gz") else path.suffix

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from eagle3x.capture import trained_boundaries
-from eagle3x.data.records import read_responses
+from eagle3x.data.records import read_prompts, read_responses
 from eagle3x.data.shards import Shards, ShardSpec, ShardWriter, estimate_bytes, require_space
 from eagle3x.diagnosis.planted import planted_in
 from eagle3x.engines.config import LOGS, Job
@@ -81,11 +81,14 @@ def _import(run: StageRun, source: Path, responses: Sequence[Response], boundari
     """Take the train split over from a dump, once it is known what is in it."""
     from eagle3x.data.dump_import import probed, write_train
     from eagle3x.data.dumps import Dump
+    from eagle3x.data.leaks import HeldOut
 
     dump = Dump(source, run.target.hidden_size)
     verdict = probed(dump, run.target, boundaries, run.cfg.capture.probe_tokens)
     texts = [r for r in responses if r.split == "train"]
-    held_out = [r.token_ids[: r.prompt_tokens] for r in responses if r.split != "train"]
+    asked = [r.token_ids[: r.prompt_tokens] for r in responses if r.split != "train"]
+    evaluation = [p for p in read_prompts(run.inputs["prompts"].path) if p.split == "eval"]
+    held_out = HeldOut(evaluation, asked, run.target.tokenizer)
     directory = run.work / "train"
     return write_train(dump, verdict, texts, held_out, run.cfg.capture.dtype, directory, tokens_per_shard)
 

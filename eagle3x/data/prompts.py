@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from eagle3x.data import magpie, sources
 from eagle3x.data.config import Data
+from eagle3x.data.leaks import LEAK_WORDS, leaking
 from eagle3x.data.records import write_prompts
 from eagle3x.data.sources import Record
 from eagle3x.identity import digest
@@ -20,8 +20,6 @@ from eagle3x.types import ConfigError, Message, Prompt, Split
 if TYPE_CHECKING:
     from eagle3x.pipeline import StageRun
 
-LEAK_WORDS = 8
-"""A train prompt with this many words in a row of an eval prompt is a leak; a shorter turn is one if it is the same."""
 SHOWN_IDS = 20
 
 
@@ -133,15 +131,6 @@ def stratified(prompts: Sequence[Prompt], purpose: str) -> list[Prompt]:
     return [p for _, _, p in sorted(places, key=lambda place: place[:2])]
 
 
-def leaking(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> set[str]:
-    """Ids of the train prompts one of whose user turns shares `LEAK_WORDS` words in a row with an eval user turn.
-
-    System messages and answers do not count: they may be the same everywhere.
-    """
-    seen = {gram for p in evaluation for gram in _grams(p)}
-    return {p.id for p in train if any(gram in seen for gram in _grams(p))}
-
-
 def _unique(records: Sequence[Record]) -> tuple[dict[str, Record], list[str]]:
     """Records by id, in file order, one per question (of several the first, or the first that names `eval`)."""
     first: dict[str, Record] = {}
@@ -188,13 +177,6 @@ def _limit(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
 
 def _share(fraction: float, count: int, at_least: int) -> int:
     return max(at_least, int(fraction * count + 0.5))
-
-
-def _grams(prompt: Prompt) -> Iterable[tuple[str, ...]]:
-    for text in (*(m.content for m in prompt.messages if m.role == "user"), *prompt.follow_ups):
-        words = re.findall(r"\w+", text.lower()) or text.split()
-        for i in range(max(1, len(words) - LEAK_WORDS + 1)):
-            yield tuple(words[i : i + LEAK_WORDS])
 
 
 def _hash(purpose: str, text: str) -> str:

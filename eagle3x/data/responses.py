@@ -21,6 +21,7 @@ from eagle3x.data import reuse
 from eagle3x.data.chat_template import ChatTemplate
 from eagle3x.data.conversations import given, prompt_tokens, regenerated
 from eagle3x.data.follow_ups import next_turns, turn_ids
+from eagle3x.data.leaks import LEAK_WORDS, HeldOut, Why
 from eagle3x.data.records import read_prompts
 from eagle3x.data.response_parts import ResponseParts
 from eagle3x.engines.config import LOGS, Job
@@ -78,16 +79,18 @@ def make(run: StageRun) -> dict[str, Any]:
             if response.id not in done:
                 parts.add(response)
     order = [id for p in prompts.values() for id in (taken.get(p.id) or turn_ids(p))]
-    same_prompt = 0
+    left_out: Counter[Why] = Counter()
     if cfg.responses.source is not None:
-        held_out = [request.prompt_ids for request in work.requests.values()]
-        path, limit = Path(cfg.responses.source), cfg.data.max_sample_tokens
-        for response in reuse.read(path, target.vocab_size, limit, held_out):
-            same_prompt += response is None
-            if response is not None:
-                order.append(response.id)
-                if response.id not in done:
-                    parts.add(response)
+        asked_ids = [request.prompt_ids for request in work.requests.values()]
+        held_out = HeldOut([p for p in prompts.values() if p.split == "eval"], asked_ids, target.tokenizer)
+        for response in reuse.read(Path(cfg.responses.source), target.vocab_size, cfg.data.max_sample_tokens):
+            why = held_out.why_not(response.token_ids, response.loss_mask)
+            if why is not None:
+                left_out[why] += 1
+                continue
+            order.append(response.id)
+            if response.id not in done:
+                parts.add(response)
     _refuse_clashes(order)
     too_long, shortened, wanted = list(work.too_long), list(work.shortened), list(work.requests)
     made = {"requests": 0, "tokens": 0, "seconds": 0.0}
@@ -124,7 +127,8 @@ def make(run: StageRun) -> dict[str, Any]:
         "splits": {split: _counts(table.filter(pc.field("split") == split)) for split in get_args(Split)},
         "too_long": len(too_long),
         "shortened": len(shortened),
-        "same_prompt": same_prompt,
+        "same_prompt": left_out["same_prompt"],
+        "leaks": left_out["leak"],
         "parted": sum(len(ids) > 1 for ids in taken.values()),
         "tokens": sum(len(chunk.flatten()) for chunk in table["token_ids"].chunks),
         "generated": made,
@@ -280,6 +284,8 @@ def _report(facts: Mapping[str, Any], too_long: Sequence[str], shortened: Sequen
             log(f"responses: {counts['cut_samples']} {split} samples were cut, by {counts['cut_tokens']} tokens")
     if facts["same_prompt"]:
         log(f"responses: {facts['same_prompt']} reused texts ask what a val or eval prompt asks: left out")
+    if facts["leaks"]:
+        log(f"responses: {facts['leaks']} reused texts share {LEAK_WORDS} words in a row with an eval prompt: left out")
     if facts["parted"]:
         log(
             f"responses: {facts['parted']} conversations are one sample per answer: the template rewrites earlier turns"

@@ -39,8 +39,8 @@ def fingerprint(path: str | None) -> str | None:
     return fingerprint_files(files, root) if root.is_dir() else fingerprint_file(root)
 
 
-def read(path: Path, vocab_size: int, max_tokens: int, held_out: Sequence[Sequence[int]]) -> Iterator[Response | None]:
-    """The train responses in `path`; None for each that begins with one of the prompts `held_out` (token ids).
+def read(path: Path, vocab_size: int, max_tokens: int) -> Iterator[Response]:
+    """The train responses in `path`.
 
     What follows the last label is left out; what is beyond `max_tokens` is cut and counted.
     Raises EagleError naming the row that has no tokens, no mask of the same length, or ids that the target has not.
@@ -52,12 +52,7 @@ def read(path: Path, vocab_size: int, max_tokens: int, held_out: Sequence[Sequen
         if response.id in ids:
             raise EagleError(f"{where}: id {response.id!r} is there twice")
         ids.add(response.id)
-        yield None if begins_with_any(response.token_ids, held_out) else response
-
-
-def begins_with_any(tokens: Sequence[int], prompts: Iterable[Sequence[int]]) -> bool:
-    """Whether a text begins with the whole of one of these prompts, and so asks the same question."""
-    return any(tuple(tokens[: len(prompt)]) == tuple(prompt) for prompt in prompts)
+        yield response
 
 
 def labelled(

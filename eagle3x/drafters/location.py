@@ -53,7 +53,7 @@ def resolve(cfg: Drafter) -> Path | None:
     directory, hub_id, key = named(cfg)
     if hub_id is None:
         return directory
-    files = [CONFIG, "*.safetensors", *(["*.bin"] if cfg.allow_bin else [])]
+    files = [CONFIG, "README.md", "*.safetensors", *(["*.bin"] if cfg.allow_bin else [])]
     return hub.snapshot(hub_id, cfg.revision, files, key, f"{key.replace('hub_id', 'path')}=DIRECTORY")
 
 

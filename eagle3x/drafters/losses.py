@@ -1,8 +1,8 @@
-"""Soft cross-entropy against the target's distribution over the draft vocabulary, for kept rows only, in chunks.
+"""Losses against the target's distribution over the draft vocabulary, for kept rows only, in chunks.
 
 A label position j teaches up to K rows (row j-1-k of step k), so the target's head meets it once. Within a chunk the
-gradient of the logits, softmax(z) - p, is turned into gradients of states and head at once: no tensor over a
-vocabulary outlives its chunk.
+gradient of the logits (of soft cross-entropy: softmax(z) - p) is turned into gradients of states and head at once: no
+tensor over a vocabulary outlives its chunk.
 
 T tokens, R rows asked of the drafter, K TTT steps, P kept pairs of row and step, L labels that teach one, H hidden
 size, D draft vocabulary.
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from eagle3x.kernels import kernels_for
+from eagle3x.kernels.acceptance import log_acceptance_, total_variation_
 from eagle3x.kernels.products import add_weight_gradient, folded, unfolded, weight_gradient, wide_product
+from eagle3x.training.config import Loss
 from eagle3x.types import LastNorm
 
 
@@ -101,22 +103,27 @@ def pairs_of(
 
 
 def ttt_loss(
-    states: Tensor, head: Tensor, norm: Tensor, pairs: Pairs, last: Tensor, teacher: Teacher
+    states: Tensor, head: Tensor, norm: Tensor, pairs: Pairs, last: Tensor, teacher: Teacher, loss: Loss
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and sums [2, K] over each step's pairs: of cross-entropies, and of argmaxes that are the target's.
+    """The loss, and sums [2, K] over each step's pairs: of their losses, and of argmaxes that are the target's.
 
     states [K, R, H]: of root mean square 1. head [D, H] reads them times norm [H]; neither learns unless it requires a
     gradient. last [L, H]: the labels' states.
     """
-    return _Chunked.apply(states, head, norm, pairs, last, teacher)  # type: ignore[return-value]
+    return _Chunked.apply(states, head, norm, pairs, last, teacher, loss)  # type: ignore[return-value]
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: Tensor, norm: Tensor, pairs: Pairs, last: Tensor, teacher: Teacher
+        ctx: Any, states: Tensor, head: Tensor, norm: Tensor, pairs: Pairs, last: Tensor, teacher: Teacher, name: Loss
     ) -> tuple[Tensor, Tensor]:
         kernels = kernels_for(states)
+        loss_ = {
+            "cross_entropy": kernels.soft_cross_entropy_,
+            "total_variation": total_variation_,
+            "lk": log_acceptance_,
+        }[name]
         rows = states.flatten(0, 1)
         d_states = torch.zeros_like(rows)
         d_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
@@ -128,7 +135,7 @@ class _Chunked(torch.autograd.Function):
             p, best = kernels.softmax(teacher.logits(last[labels_done:labels_end]), states.dtype)
             x = rows.index_select(0, pairs.row[here])
             z = x @ matrix.T
-            loss, right = kernels.soft_cross_entropy_(z, p, best, pairs.label[here] - labels_done, pairs.scale[here])
+            loss, right = loss_(z, p, best, pairs.label[here] - labels_done, pairs.scale[here])
             losses.append(loss)
             rights.append(right)
             d_states.index_copy_(0, pairs.row[here], z @ matrix)
@@ -147,4 +154,4 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [None if gradient is None else gradient.mul_(grads[0]) for gradient in ctx.gradients]
         del ctx.gradients
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None

@@ -26,13 +26,14 @@ class DrafterPlan:
     """What is known of a drafter before it is trained or loaded.
 
     num_aux: boundaries that its fc reads. boundaries: those it is to be fed, None if that is not known yet.
-    variants: the norm options that it uses.
+    variants: the norm options that it uses. sampled: whether it is to serve at temperatures above 0, too.
     """
 
     num_aux: int
     boundaries: tuple[int, ...] | None
     variants: frozenset[str]
     speculation: Speculation
+    sampled: bool
 
 
 def chains_only(engine: str, speculation: Speculation) -> list[str]:

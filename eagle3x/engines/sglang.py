@@ -31,7 +31,7 @@ from eagle3x.engines.sglang_arguments import (
 )
 from eagle3x.engines.sglang_models import only_models
 from eagle3x.engines.sglang_report import Asked, compared
-from eagle3x.engines.sglang_serve import HIGHEST_PORT, Launch, serve
+from eagle3x.engines.sglang_serve import HIGHEST_PORT, Launch, sampling_refused, serve
 
 if TYPE_CHECKING:
     from eagle3x.benchmark.config import Speculation
@@ -160,6 +160,8 @@ class SglangAdapter(ProcessAdapter):
             reasons.append(f"attention={attention}: SGLang has no draft attention of that name; use attention=auto")
         if identity["device"] == "cpu" and _numbers(version) < _numbers(CPU_DRAFTS_SINCE):
             reasons.append(f"SGLang {version} does not speculate on a CPU; {CPU_DRAFTS_SINCE} does")
+        if plan.sampled and (why := sampling_refused(identity["device"])):
+            reasons.append(f"benchmark.temperatures: {why}")
         if plan.boundaries is not None:
             try:
                 native_layer_ids(self.reader(version, slot, target), plan.boundaries, target.num_blocks)

@@ -10,7 +10,7 @@ from eagle3x.engines import sglang_report
 from eagle3x.engines.resolved import DTYPE_BYTES
 from eagle3x.engines.server import Server, fetch
 from eagle3x.engines.server_endpoint import ServerEndpoint
-from eagle3x.engines.sglang_report import ALGORITHM, Reported
+from eagle3x.engines.sglang_report import ALGORITHM, LOSSLESS, Reported
 from eagle3x.engines.sglang_serve import sampling_refused
 from eagle3x.engines.sglang_stream import GenerateDialect
 from eagle3x.progress import log
@@ -87,8 +87,14 @@ def attach(url: str, target: Target, drafter: Path | None, speculation: Speculat
         GenerateDialect(target, speculation, metrics=found.metrics),
         per_request_counters=speculation is not None,
         prefix_cache=found.prefix_cache,
-        sampling_refused=None if speculation is None else sampling_refused(found.device),
+        sampling_refused=None if speculation is None else sampling_refused(found.device) or _sampled_otherwise(found),
     )
+
+
+def _sampled_otherwise(found: Reported) -> str | None:
+    if found.lossless:
+        return None
+    return f"the server was started with other rules of acceptance than SGLang's own: leave out {', '.join(LOSSLESS)}"
 
 
 def _words(speculation: Speculation | None) -> str:

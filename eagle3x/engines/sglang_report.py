@@ -12,6 +12,13 @@ from eagle3x.types import EagleError
 ALGORITHM = "EAGLE3"
 """`EAGLE` would feed an EAGLE-3 drafter the last hidden state alone, without a word: every draft is then wrong."""
 
+LOSSLESS = {
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "speculative_use_rejection_sampling": False,
+}
+"""SGLang's defaults. Lower thresholds accept more than the target says; rejection sampling draws the drafts, too."""
+
 KV_CACHE_DTYPES = {"bf16": "bfloat16"}
 """SGLang's two names of one."""
 
@@ -41,6 +48,8 @@ class Reported:
     drafter: str | None
     drafter_quantization: str | None
     speculation: Speculation | None
+    lossless: bool
+    """Whether it accepts a draft as often as the target says it, above temperature 0 too."""
 
 
 def read(info: Mapping[str, Any]) -> Reported:
@@ -70,6 +79,7 @@ def read(info: Mapping[str, Any]) -> Reported:
             drafter=None if algorithm is None else info["speculative_draft_model_path"],
             drafter_quantization=None if algorithm is None else info["speculative_draft_model_quantization"],
             speculation=None if algorithm is None else _speculation(info),
+            lossless=all(info.get(name, value) == value for name, value in LOSSLESS.items()),
         )
     except KeyError as error:
         raise EagleError(f"/server_info lacks {error}: no SGLang, or one that reports in another way") from error

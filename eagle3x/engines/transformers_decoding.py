@@ -2,6 +2,14 @@
 
 Active rows are always rows 0..n-1 of the caches: when a row finishes, the last one moves into its place and the next
 request joins at the end. One loop serves plain and speculative decoding, so both differ in their drafts alone.
+
+A draft is accepted if it is the token that the target chooses there: the most likely one or, at a temperature above 0,
+one drawn from the target's distribution p. That is speculative sampling (Leviathan et al. 2023, arXiv:2211.17192,
+algorithm 1) of a drafter that drafts its own most likely token x, whose distribution is 1 at x: x is accepted with
+probability min(1, p(x) / 1), else the token comes from p without x, renormalised. vLLM (draft_sample_method=greedy) and
+SGLang (target-only verification) do so too, so tau means the same. Each output position has a number of its own for
+its draw, of the request's seed: text depends neither on drafts nor on what shares the batch.
+
 Legend: B active rows, Q = k+1 tokens fed per row and step, H hidden, V vocabulary.
 """
 
@@ -39,6 +47,7 @@ class Row:
     verify_steps: int = 0
     accepted_at: list[int] = field(default_factory=list)
     uniforms: list[float] = field(default_factory=list)
+    """Of each output position that may be drawn, past the limit too. Empty at temperature 0."""
     finish: Finish | None = None
 
     @property
@@ -97,11 +106,6 @@ def _check(request: Request, target: Target, k: int) -> None:
         raise EagleError(f"request {request.id} asks for {request.max_tokens} tokens; ask for at least 1")
     if request.temperature < 0 or not 0 < request.top_p <= 1:
         raise EagleError(f"request {request.id}: temperature must be at least 0 and top_p in (0, 1]")
-    if k and request.temperature > 0:
-        raise EagleError(
-            f"request {request.id}: the transformers engine speculates at temperature 0 only, because its verification"
-            " compares with the greedy token; use temperature 0, or serve without a drafter"
-        )
     needed = len(request.prompt_ids) + request.max_tokens + k
     if needed > target.max_position_embeddings:
         raise EagleError(
@@ -155,7 +159,8 @@ class Decoding:
             for row in rows:
                 if row.request.temperature > 0:
                     generator = torch.Generator().manual_seed(row.request.seed)
-                    row.uniforms = torch.rand(row.request.max_tokens, generator=generator, dtype=torch.float64).tolist()
+                    drawn = row.request.max_tokens + self.k
+                    row.uniforms = torch.rand(drawn, generator=generator, dtype=torch.float64).tolist()
             finished += self._prefill(rows, states)
         return finished
 
@@ -166,16 +171,16 @@ class Decoding:
         hidden_BTH, tapped = self.model.forward(ids_BT, positions_BT, self.cache, None, self.taps, first_row)
         each = torch.arange(len(rows), device=device)
         last_B = torch.tensor([len(r.request.prompt_ids) - 1 for r in rows], device=device)
-        new_B, gaps_B = self._choose(self.model.logits(hidden_BTH[each, last_B]), rows)
-        new, gaps, now = new_B.tolist(), gaps_B.tolist(), time.monotonic()
-        for row, token, gap in zip(rows, new, gaps, strict=True):
+        new_B1, gaps_B1 = self._choose(self.model.logits(hidden_BTH[each, last_B])[:, None], rows)
+        new, gaps, now = new_B1.tolist(), gaps_B1.tolist(), time.monotonic()
+        for row, ids, gap in zip(rows, new, gaps, strict=True):
             row.first_token = now
-            row.take([token], [gap], self.eos)
+            row.take(ids, gap, self.eos)
         kept = [i for i, row in enumerate(rows) if row.finish is None]
         self._compact(first_row, kept, [len(rows[i].request.prompt_ids) for i in kept])
         if self.drafter is not None and kept:
             next_BT = ids_BT.roll(-1, dims=1)
-            next_BT[each, last_B] = new_B
+            next_BT[each, last_B] = new_B1[:, 0]
             keep = torch.tensor(kept, device=device)
             aux_BTA = torch.cat(tapped, dim=-1)[keep]
             states.append(self.drafter.read(first_row, aux_BTA, next_BT[keep], positions_BT[keep], last_B[keep]))
@@ -199,12 +204,7 @@ class Decoding:
         positions_BQ = last[:, 1:] + torch.arange(self.k + 1, device=device)
         length = max(r.last_position for r in rows) + self.k + 1
         hidden_BQH, tapped = self.model.forward(fed_BQ, positions_BQ, self.cache, length, self.taps)
-        logits_BQV = self.model.logits(hidden_BQH)
-        if self.k == 0:
-            new_B, gaps_B = self._choose(logits_BQV[:, 0], rows)
-            new_BQ, gaps_BQ = new_B[:, None], gaps_B[:, None]
-        else:
-            new_BQ, gaps_BQ = greedy(logits_BQV)
+        new_BQ, gaps_BQ = self._choose(self.model.logits(hidden_BQH), rows)
         accepted_B = (fed_BQ[:, 1:] == new_BQ[:, :-1]).long().cumprod(dim=1).sum(dim=1)
         lengths = []
         for row, ids, gaps, accepted in zip(rows, new_BQ.tolist(), gaps_BQ.tolist(), accepted_B.tolist(), strict=True):
@@ -248,16 +248,22 @@ class Decoding:
                 if self.drafter is not None:
                     self.drafter.move(first_row + old, first_row + new)
 
-    def _choose(self, logits_BV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Next token of each row, greedy or sampled, and the greedy top-2 gaps."""
-        ids_B, gaps_B = greedy(logits_BV)
+    def _choose(self, logits_BQV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """The target's tokens [B, Q] at the next Q output positions of each row, greedy or drawn, and its top-2 gaps.
+
+        Those after a draft that is not accepted mean nothing: their logits come from a text that is not written.
+        """
+        ids_BQ, gaps_BQ = greedy(logits_BQV)
         drawn = [i for i, row in enumerate(rows) if row.request.temperature > 0]
         if drawn:
-            index = torch.tensor(drawn, device=logits_BV.device)
+            device, queries = logits_BQV.device, logits_BQV.shape[1]
             asked = [
-                (r.request.temperature, r.request.top_p, r.uniforms[len(r.output)])
-                for r in map(rows.__getitem__, drawn)
+                (row.request.temperature, row.request.top_p, uniform)
+                for row in map(rows.__getitem__, drawn)
+                for uniform in row.uniforms[len(row.output) : len(row.output) + queries]
             ]
-            temperature, top_p, uniform = torch.tensor(asked, dtype=torch.float64, device=logits_BV.device).unbind(1)
-            ids_B[index] = sample(logits_BV[index], temperature, top_p, uniform)
-        return ids_B, gaps_B
+            temperature, top_p, uniform = torch.tensor(asked, dtype=torch.float64, device=device).unbind(1)
+            index = torch.tensor(drawn, device=device)
+            logits_NV = logits_BQV[index].flatten(0, 1)
+            ids_BQ[index] = sample(logits_NV, temperature, top_p, uniform).view(-1, queries)
+        return ids_BQ, gaps_BQ

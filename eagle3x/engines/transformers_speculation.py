@@ -1,4 +1,4 @@
-"""Greedy chain drafting with an EAGLE-3 drafter, and the in-process endpoint."""
+"""Chain drafting with an EAGLE-3 drafter, greedy at every temperature, and the in-process endpoint."""
 
 from __future__ import annotations
 

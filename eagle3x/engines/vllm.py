@@ -28,7 +28,7 @@ from eagle3x.engines.vllm_arguments import (
     resolved_attention,
     resolved_runner,
 )
-from eagle3x.engines.vllm_serve import Launch, capacity, serve
+from eagle3x.engines.vllm_serve import Launch, capacity, release_of, sampling_refused, serve
 
 if TYPE_CHECKING:
     from eagle3x.benchmark.config import Speculation
@@ -151,7 +151,9 @@ class VllmAdapter(ProcessAdapter):
         k, version = plan.speculation.num_speculative_tokens, identity["version"]
         if k > MOST_DRAFT_TOKENS:
             reasons.append(f"speculation.num_speculative_tokens={k}: vLLM verifies at most {MOST_DRAFT_TOKENS} a step")
-        if plan.variants and _numbers(version) < OLDEST_READ:
+        if plan.sampled and (why := sampling_refused(version, identity["device"])):
+            reasons.append(f"benchmark.temperatures: {why}")
+        if plan.variants and release_of(version) < OLDEST_READ:
             reasons.append(
                 f"drafter with {', '.join(sorted(plan.variants))}: vLLM {version} is older than"
                 f" {'.'.join(map(str, OLDEST_READ))}, where these options are known to be read"
@@ -161,7 +163,3 @@ class VllmAdapter(ProcessAdapter):
     def reader(self, version: str, slot: Slot, target: Target) -> Reader:
         """How this version reads ids of the target's layers."""
         return Reader("vllm", version, runner=resolved_runner(slot))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())

@@ -75,8 +75,13 @@ class Launch:
     @property
     def release(self) -> tuple[int, int]:
         """The first two numbers of vLLM's version."""
-        major, minor, *_ = re.findall(r"\d+", self.interpreter.version)
-        return int(major), int(minor)
+        return release_of(self.interpreter.version)
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """(0, 32) of "0.32.0+cpu"."""
+    major, minor, *_ = re.findall(r"\d+", version)
+    return int(major), int(minor)
 
 
 def capacity(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int) -> dict[str, int]:
@@ -120,7 +125,7 @@ def serve(
         OpenAIDialect(SERVED_NAME, launch.target.eos_token_ids),
         per_request_counters=speculation is not None and launch.release >= COUNTERS_PER_REQUEST,
         prefix_cache=False,
-        sampling_refused=None if speculation is None else sampling_refused(launch),
+        sampling_refused=None if speculation is None else sampling_refused(launch.interpreter.version, launch.device),
     )
     try:
         with launch.log.open("rb") as file:
@@ -167,11 +172,11 @@ def argv(launch: Launch, port: int, drafter: Path | None, speculation: Speculati
     return [*command, *flags(own, "--no-"), *flags(launch.arguments, "--no-")]
 
 
-def sampling_refused(launch: Launch) -> str | None:
-    """Why this server cannot speculate at a temperature above 0; None if it can."""
-    if launch.device == "cpu" and launch.release == SAMPLING_FAULT:
+def sampling_refused(version: str, device: str) -> str | None:
+    """Why this version cannot speculate on `device` at a temperature above 0; None if it can."""
+    if device == "cpu" and release_of(version) == SAMPLING_FAULT:
         return (
-            f"vLLM {launch.interpreter.version} loses the temperature of requests when it speculates on a CPU, and"
+            f"vLLM {version} loses the temperature of requests when it speculates on a CPU, and"
             " samples from noise; use temperature 0, or serve on a GPU"
         )
     return None

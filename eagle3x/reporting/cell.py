@@ -6,11 +6,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eagle3x.reporting.masking import masked, masked_strings, masked_text
+from eagle3x.reporting.sources import Source
 from eagle3x.types import EagleError
 
 RECORD = "cell_record.json"
@@ -35,6 +36,7 @@ class Cell:
     reused: dict[str, bool]
     training_metrics: Path | None
     capture_probe: dict[str, Any] | None
+    sources: tuple[Source, ...]
     error: str | None
 
 
@@ -46,6 +48,7 @@ def without_credentials(cell: Cell) -> Cell:
         overrides=tuple(masked_text(o) for o in cell.overrides),
         config=masked(cell.config),
         manifests=masked_strings(cell.manifests),
+        sources=tuple(replace(s, place=masked_text(s.place)) for s in cell.sources),
         error=None if cell.error is None else masked_text(cell.error),
     )
 
@@ -64,6 +67,7 @@ def save_cell(cell: Cell, run_dir: Path) -> None:
         "reused": cell.reused,
         "training_metrics": _absolute(cell.training_metrics),
         "capture_probe": cell.capture_probe,
+        "sources": [asdict(s) for s in cell.sources],
         "error": cell.error,
     }
     write_atomically(run_dir / RECORD, json.dumps(record, indent=1) + "\n")
@@ -106,6 +110,7 @@ def _load(path: Path) -> Cell:
         reused=record["reused"],
         training_metrics=_path(record["training_metrics"]),
         capture_probe=record["capture_probe"],
+        sources=tuple(Source(**s) for s in record["sources"]),
         error=record["error"],
     )
 

@@ -19,8 +19,9 @@ Line = tuple[tuple[int, float], ...]
 class Curves:
     """How a drafter was trained.
 
-    `loss[k]`, `accuracy[k]`: of TTT step k over the kept rows, cross-entropy in nats and share of rows whose argmax is
-    right; an optimizer step without such rows has no point. `val_tau`, `val_survival[i]`: by replay of the val split.
+    `loss[k]`, `accuracy[k]`: of TTT step k over the kept rows, the loss that was trained on and the share of rows
+    whose argmax is right; an optimizer step without such rows has no point. `val_tau`, `val_survival[i]`: by replay of
+    the val split.
     `diverged_at`: the first step whose loss is not finite.
     """
 

@@ -52,7 +52,7 @@ def boundary_figure(summary: Summary) -> Figure:
 
 
 def loss_figure(trained: list[tuple[str, Curves]]) -> Figure:
-    """Cross-entropy of each TTT step over training, one panel per drafter."""
+    """The loss of each TTT step over training, one panel per drafter."""
     height, left, right = 190.0, 48.0, WIDTH - 92
     head = 46.0 if len(trained) > 1 else 30.0
     canvas = Canvas(WIDTH, (height + head + 22) * len(trained))
@@ -65,7 +65,7 @@ def loss_figure(trained: list[tuple[str, Curves]]) -> Figure:
         y = Scale(*padded(min(v for _, v in points), max(v for _, v in points)), top + height - 24, top)
         if len(trained) > 1:
             canvas.text(left, top - 28, f"drafter {panel + 1}: {fitted(name, 56)}", "name")
-        canvas.y_axis(y, left, right, "cross-entropy, nats")
+        canvas.y_axis(y, left, right, "loss")
         canvas.x_axis(x, top + height - 24, top, "optimizer step")
         ends = _spread([y(line[-1][1]) for line in lines], 14)
         for k, line in enumerate(lines):
@@ -81,7 +81,7 @@ def loss_figure(trained: list[tuple[str, Curves]]) -> Figure:
         "Training loss by TTT step",
         f"Step 0 reads the target's states, step k the drafter's own output of step k {MINUS} 1."
         " Means over runs of optimizer steps." + "".join(diverged),
-        canvas.render(f"Training loss in nats. {said}."),
+        canvas.render(f"Training loss. {said}."),
     )
 
 

@@ -13,6 +13,7 @@ from eagle3x.reporting.cell import Cell
 from eagle3x.reporting.confounders import Confounder
 from eagle3x.reporting.curves import Curves, read_curves
 from eagle3x.reporting.recipes import Recipe, RecipeDifference
+from eagle3x.reporting.sources import Source
 from eagle3x.types import EagleError
 
 SCHEMA_VERSION = 1
@@ -106,6 +107,17 @@ class Boundaries:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Acceptance at a temperature above 0."""
+
+    temperature: float
+    top_p: float
+    requests: int
+    tau: Interval
+    survival: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The figures of a cell whose benchmark is done. tau is in tokens per verify step, bonus token included."""
 
@@ -120,6 +132,7 @@ class Measurement:
     tau_macro: float
     survival: tuple[Interval, ...]
     alpha: tuple[Interval | None, ...]
+    sampled: tuple[Sampled, ...]
     slot_use: float
     draft_efficiency: float | None
     per_category: dict[str, Interval]
@@ -163,6 +176,7 @@ class CellSummary:
     stages: dict[str, StageCost]
     curves: Curves | None
     confounders: tuple[Confounder, ...]
+    sources: tuple[Source, ...]
     config: dict[str, Any]
 
 
@@ -269,6 +283,7 @@ def summarize_cell(cell: Cell, label: str, found: tuple[Confounder, ...]) -> Cel
         stages=_stages(cell),
         curves=_curves(cell.training_metrics),
         confounders=found,
+        sources=cell.sources,
         config=cell.config,
     )
 
@@ -310,6 +325,7 @@ def _parse(record: Mapping[str, Any], cell: Cell) -> Measurement:
         tau_macro=record["macro"],
         survival=tuple(_interval(s) for s in record["survival"]),
         alpha=tuple(_maybe(a) for a in record["alpha"]),
+        sampled=tuple(_sampled(s) for s in record.get("sampled", ())),  # absent: made before there was more than T = 0
         slot_use=record["slot_use"],
         draft_efficiency=record["draft_efficiency"],
         per_category={name: _interval(v) for name, v in record["per_category"].items()},
@@ -341,6 +357,16 @@ def _speedup(record: Mapping[str, Any]) -> SpeedUp:
         tau=record["tau"],
         prompts=record["prompts"],
         rates={"baseline": rates("baseline"), "drafter": rates("drafter")},
+    )
+
+
+def _sampled(record: Mapping[str, Any]) -> Sampled:
+    return Sampled(
+        temperature=record["temperature"],
+        top_p=record["top_p"],
+        requests=record["requests"],
+        tau=_interval(record["tau"]),
+        survival=tuple(_interval(s) for s in record["survival"]),
     )
 
 
@@ -387,6 +413,7 @@ def _cell_json(cell: CellSummary) -> dict[str, Any]:
         "diagnosis": cell.diagnosis,
         "stages": {name: asdict(s) for name, s in cell.stages.items()},
         "confounders": [asdict(c) for c in cell.confounders],
+        "sources": [asdict(s) for s in cell.sources],
     }
 
 

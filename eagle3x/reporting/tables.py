@@ -11,6 +11,7 @@ from eagle3x.reporting.controls import controls_table
 from eagle3x.reporting.diagnosis import diagnosis_tables
 from eagle3x.reporting.entries import Entry, Table, p_value, with_interval
 from eagle3x.reporting.seed_tables import recipe_comparisons_table, recipes_table
+from eagle3x.reporting.sources import Source
 from eagle3x.reporting.summary import CellSummary, Measurement, Summary
 from eagle3x.reporting.words import MINUS, NONE, count, figure, minus, numbers, percent, seconds, times
 
@@ -28,6 +29,7 @@ def all_tables(summary: Summary) -> list[Table]:
         recipe_comparisons_table(summary),
         acceptance_table(summary),
         speed_table(summary),
+        temperatures_table(summary),
         comparisons_table(summary),
         confounders_table(summary),
         categories_table(summary),
@@ -36,6 +38,7 @@ def all_tables(summary: Summary) -> list[Table]:
         replay_table(summary),
         replay_differences_table(summary),
         outputs_table(summary),
+        sources_table(summary),
         stages_table(summary),
     ]
     return [t for t in tables if t.rows]
@@ -99,6 +102,32 @@ def speed_table(summary: Summary) -> Table:
         " drafter. Step cost: a verify step with its drafts, in plain steps."
     )
     return Table("speed", "Speed", note, headers, tuple(rows))
+
+
+def temperatures_table(summary: Summary) -> Table:
+    """τ by temperature, of the cells that were measured above 0."""
+    positions = max((len(m.survival) for _, m in summary.measured), default=0)
+    rows = [
+        (
+            Entry(c.label),
+            Entry(f"{temperature:g}"),
+            Entry(f"{top_p:g}"),
+            with_interval(figure(tau)),
+            *(_share(survival[i]) if i < len(survival) else Entry(NONE) for i in range(positions)),
+        )
+        for c, m in summary.measured
+        if m.sampled
+        for temperature, top_p, tau, survival in (
+            (0.0, 1.0, m.tau, m.survival),
+            *((s.temperature, s.top_p, s.tau, s.survival) for s in m.sampled),
+        )
+    ]
+    survival = [f"survival at position {i}" for i in range(1, positions + 1)]
+    headers = ("cell", "temperature", "top-p", "τ, tokens per step", *survival)
+    note = (
+        "Drafts are the drafter's most likely tokens at every temperature, accepted as often as the target says them."
+    )
+    return Table("temperatures", "Acceptance by temperature", note, headers, tuple(rows))
 
 
 def comparisons_table(summary: Summary) -> Table:
@@ -213,6 +242,26 @@ def replay_differences_table(summary: Summary) -> Table:
     listed = [(c.label, d) for c, m in summary.measured if m.replay for d in m.replay.differences]
     note = "Counters are verify steps, then accepted at each position; gaps are the smallest top-2 logit gaps."
     return _listing("replay-differences", "Requests in which replay and engine differ", note, listed)
+
+
+def sources_table(summary: Summary) -> Table:
+    """Whose target, drafter and prompts these are."""
+    users: dict[Source, list[str]] = {}
+    for cell in summary.cells:
+        for source in cell.sources:
+            users.setdefault(source, []).append(cell.label)
+    rows = [
+        (
+            Entry(source.what),
+            Entry(source.place),
+            Entry(source.revision or NONE, "code"),
+            Entry(source.licence or "not said", "" if source.licence else "quiet"),
+            Entry("all" if len(labels) == len(summary.cells) else ", ".join(labels)),
+        )
+        for source, labels in users.items()
+    ]
+    headers = ("source", "place", "revision", "licence", "cells")
+    return Table("sources", "Sources", "Licences as their cards say them.", headers, tuple(rows))
 
 
 def stages_table(summary: Summary) -> Table:

@@ -153,6 +153,7 @@ def _figures(summary: Summary) -> dict[str, Any]:
         figures |= {f"{prefix}tau": m.tau.value, f"{prefix}tau_low": m.tau.low, f"{prefix}tau_high": m.tau.high}
         figures |= {f"{prefix}mismatched": m.mismatched, f"{prefix}slot_use": m.slot_use}
         figures |= {f"{prefix}survival_{i}": s.value for i, s in enumerate(m.survival, 1)}
+        figures |= {f"{prefix}tau@temperature={s.temperature:g}": s.tau.value for s in m.sampled}
         figures |= {f"{prefix}speedup_decode@{c}": s.decode.value for c, s in m.speedup.items()}
         if m.replay:
             figures |= {f"{prefix}tau_replay": m.replay.tau.value}

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from eagle3x.identity import PLACEMENT
+from eagle3x.identity import PLACEMENT, Added
 from eagle3x.schema import config
 
 BF16_HEAD_SIZES = (16, 32, 64, 128)
 """What the Triton kernels were compiled for: powers of two, whose tiles fit into a multiprocessor."""
 
+Loss = Literal["cross_entropy", "total_variation", "lk"]
+"""Soft cross-entropy; 1 - alpha; -log alpha, where alpha is the acceptance of speculative sampling
+(kernels/acceptance.py)."""
+
 
 @config
 class Train:
-    """Training-time test (TTT) with soft cross-entropy. A step reads `tokens_per_step` packed tokens."""
+    """Training-time test (TTT). A step reads `tokens_per_step` packed tokens."""
 
     ttt_steps: int
+    loss: Annotated[Loss, Added("cross_entropy")]
     step_weight_decay: float
     """Loss of TTT step k weighs step_weight_decay ** k."""
     tokens_per_step: int

@@ -101,9 +101,8 @@ class DraftModule(LightningModule):
         """Loss of one packed batch. Nothing here waits for the device."""
         drafter, dtype = self.drafter, self.dtype_of_step
         states = drafter.ttt(batch.aux.to(dtype), batch.token_ids, batch.layout, self.cfg.ttt_steps)
-        loss, sums = ttt_loss(
-            states, drafter.lm_head.weight, drafter.norm.weight, batch.pairs, batch.last.to(dtype), self.teacher
-        )
+        head, norm, last = drafter.lm_head.weight, drafter.norm.weight, batch.last.to(dtype)
+        loss, sums = ttt_loss(states, head, norm, batch.pairs, last, self.teacher, self.cfg.loss)
         self._record(batch, sums)
         return loss
 

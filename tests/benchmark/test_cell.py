@@ -85,6 +85,7 @@ def write(folder: Path, timing: bool = True, exact: bool = True, **replayed: Spe
         "engine": {"engine": "transformers"}, "exact": exact,
         "trained": [1, 3, 4], "predicted": [1, 3, 4], "mismatched": False,
         "candidates": {"b": [1, 3, 4], "b-1": [0, 2, 3]},
+        "sampled": [],
     }  # fmt: skip
     (folder / "context.json").write_text(json.dumps(context))
     return summarise(folder, CFG)
@@ -164,6 +165,18 @@ def test_replay_that_differs_is_listed_with_its_gaps(tmp_path: Path) -> None:
     ]
     # A 34 of V 50 served, A 33 of V 51 replayed.
     assert replay["paired_diff"]["value"] == pytest.approx(34 / 50 - 33 / 51)
+
+
+def test_acceptance_at_other_temperatures(tmp_path: Path) -> None:
+    write(tmp_path)
+    rows = [record(n, OUTPUTS[n], counters(10, 2, 1), (0, 1, 2)) for n in SERVED]
+    append_batch(tmp_path / "acceptance_t1.5.jsonl", Batch(0, True, 8, 1.0, None, tuple(rows)))
+    context = json.loads((tmp_path / "context.json").read_text())
+    (tmp_path / "context.json").write_text(json.dumps(context | {"sampled": [{"temperature": 1.5, "top_p": 0.9}]}))
+    (sampled,) = summarise(tmp_path, CFG)["sampled"]
+    assert (sampled["temperature"], sampled["top_p"], sampled["requests"]) == (1.5, 0.9, 4)
+    assert sampled["tau"] == pytest.approx({"value": 1.3, "low": 1.3, "high": 1.3})
+    assert [s["value"] for s in sampled["survival"]] == pytest.approx([0.2, 0.1])
 
 
 def test_a_tree_is_not_replayed(tmp_path: Path) -> None:

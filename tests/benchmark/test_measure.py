@@ -32,8 +32,9 @@ from eagle3x.types import EagleError, Request, Response, SpecCounters, TokenSamp
 K, TOKENS = 3, 14
 PROMPTS = {f"{'code' if i % 2 else 'math'}-{i}": (11 + i, 4, 3 + 5 * i) for i in range(8)}
 BENCHMARK = Benchmark(
-    max_prompts=None, acceptance_concurrency=3, timing=True, timing_prompts=3, timing_tokens=6,
-    timing_concurrency=(1, 2), timing_rounds=1, warmup_requests=1, resamples=200, confidence=0.95, near_tie=1e-4,
+    max_prompts=None, acceptance_concurrency=3, temperatures=(0.0, 0.7), top_p=0.9, timing=True, timing_prompts=3,
+    timing_tokens=6, timing_concurrency=(1, 2), timing_rounds=1, warmup_requests=1,
+    resamples=200, confidence=0.95, near_tie=1e-4,
 )  # fmt: skip
 SLOT = Slot(
     "serve",
@@ -154,6 +155,19 @@ def test_the_timing_pass_has_fixed_lengths_and_its_own_tau(
     assert cell["speedup"]["1"]["tau"] == pytest.approx(1 + once.accepted / once.verify_steps)
 
 
+def test_sampled_text_is_counted_apart(known: KnownAnswer, measured: tuple[Path, dict[str, Any]]) -> None:
+    """The known token is e^26 times as likely as the next one, so that every sample is the known text."""
+    served = {r.id: r.completion for r in requests(read_batches(measured[0] / "acceptance_t0.7.jsonl"))}
+    assert {n: c.counters for n, c in served.items()} == {n: known.counters(p, TOKENS) for n, p in PROMPTS.items()}
+    assert all(c.top2_gaps is None for c in served.values()), "gaps are of greedy text: these requests sampled"
+    cell = cell_of(measured[0])
+    (sampled,) = cell["sampled"]
+    assert sampled == {
+        "temperature": 0.7, "top_p": 0.9, "requests": 8, "output_tokens": cell["output_tokens"],
+        "tau": cell["tau"], "survival": cell["survival"],
+    }  # fmt: skip
+
+
 def test_text_goes_on_as_the_target_writes_it(known: KnownAnswer, measured: tuple[Path, dict[str, Any]]) -> None:
     lines = {line["id"]: line for line in read_lines(measured[0] / "texts.jsonl")}
     for name, prompt in PROMPTS.items():
@@ -188,7 +202,7 @@ def test_a_drafter_that_names_no_ids_is_refused_before_anything_runs(
     assert list(run.work.iterdir()) == []
 
 
-PASSES = ("acceptance.jsonl", "baseline.jsonl", "timing.jsonl", "texts.jsonl", "replay.jsonl")
+PASSES = ("acceptance.jsonl", "acceptance_t0.7.jsonl", "baseline.jsonl", "timing.jsonl", "texts.jsonl", "replay.jsonl")
 
 
 @pytest.mark.parametrize("killed_in", range(len(PASSES)))

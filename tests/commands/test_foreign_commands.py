@@ -52,6 +52,25 @@ def test_to_speculators_and_back(run: Callable[..., str], tiny_target: Target, t
     assert checkpoint.read(back).arch == checkpoint.read(source, "specforge").arch
 
 
+def test_a_conversion_that_fails_leaves_nothing(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("command=convert", "drafter=pretrained", f"drafter.path={FIXTURES / 'specforge-norms'}",
+             "drafter.made_by=specforge", f"to={tmp_path / 'new' / 'drafter'}")  # fmt: skip
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("eagle3x.drafters.export.rewrite_ids", full)  # after the weights were written
+        with pytest.raises(OSError, match="no space"):
+            run(*asked)
+    assert list((tmp_path / "new").iterdir()) == []
+    run(*asked)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["drafter"]
+    assert {p.name for p in (tmp_path / "new" / "drafter").iterdir()} == {"config.json", "model.safetensors"}
+
+
 def test_what_cannot_be_converted(run: Callable[..., str], tmp_path: Path) -> None:
     source = f"drafter.path={FIXTURES / 'specforge-yarn'}"
     with pytest.raises(ConfigError, match="needs a published drafter"):

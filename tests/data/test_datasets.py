@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,30 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 def test_places_that_do_not_fit_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf(None, **overrides)
+
+
+def test_a_library_that_would_read_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = hf(folder(tmp_path / "d", GSM8K))
+    monkeypatch.setattr("eagle3x.data.datasets.version", lambda _: "4.9.1")
+    with pytest.raises(ConfigError, match=r"data=hf needs datasets 5\.2 or newer, not 4\.9\.1"):
+        sources.check(data)
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("eagle3x.data.datasets.version", missing)
+    with pytest.raises(ConfigError, match="data=hf needs the library datasets"):
+        sources.check(data)
+
+
+def test_a_folder_that_is_called_like_a_repository_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "openai" / "gsm8k", GSM8K)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("eagle3x.hub.dataset", lambda *_: hub.Dataset("f" * 40, None))
+    with pytest.raises(ConfigError, match="openai/gsm8k cannot be read"):
+        sources.read(hf(None, hub_id="openai/gsm8k", columns={"prompt": "question"}))
 
 
 def test_without_network_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

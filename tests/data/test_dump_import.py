@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle3x.artifacts import Artifact, Store
 from eagle3x.composition import cells
-from eagle3x.data.records import read_responses
+from eagle3x.data.records import read_prompts, read_responses
 from eagle3x.data.shards import Shards
 from eagle3x.diagnosis.reference import Reference, reference_model, run_reference
 from eagle3x.pipeline import run
@@ -71,21 +71,28 @@ def specforge(place: Place, name: str, *boundaries: int, questions: Sequence[tup
         tokens = torch.tensor([*text, 5])
         record = {"input_ids": tokens, "loss_mask": tokens == 5}
         states = {"aux_hidden_state": torch.ones(1, len(tokens), 96), "hidden_state": torch.ones(1, len(tokens), 32)}
-        torch.save({**record, **states}, directory / f"data_9{number}.ckpt")
+        torch.save({**record, **states}, directory / f"data_{number}_q.ckpt")  # not among the samples that are probed
     return directory
 
 
+def eval_question(place: Place) -> str:
+    """The longest of this run's eval prompts."""
+    found = read_prompts(place.make("prompts").path)
+    return max((p.messages[-1].content for p in found if p.split == "eval"), key=len)
+
+
 def test_train_states_come_from_a_dump_in_ascending_order(place: Place) -> None:
-    """SpecForge's, with its columns in another order and a question that is an eval prompt here."""
+    """SpecForge's, with its columns in another order and an eval prompt's question, once as another template has it."""
     first = read_responses(place.make("responses", f"hidden_states.from={specforge(place, 'any', 1, 3, 4)}").path)
     assert {r.split for r in first} == {"val", "eval"}
     asked = first[-1].token_ids[: first[-1].prompt_tokens]
-    dump = specforge(place, "permuted", 4, 1, 3, questions=[asked])
+    other_template = tuple(place.target.tokenizer.encode(f"USER: {eval_question(place)}"))
+    dump = specforge(place, "permuted", 4, 1, 3, questions=[asked, other_template])
     states = place.make("hidden_states", f"hidden_states.from={dump}")
     facts = states.manifest.facts
     assert facts["dump"]["probe"]["boundaries"] == [4, 1, 3]
-    assert {k: facts["dump"][k] for k in ("samples", "same_prompt", "empty_masks")} == {
-        "samples": 5, "same_prompt": 1, "empty_masks": 0,
+    assert {k: facts["dump"][k] for k in ("samples", "same_prompt", "leak", "empty_masks")} == {
+        "samples": 6, "same_prompt": 1, "leak": 1, "empty_masks": 0,
     }  # fmt: skip
     train, val = Shards(states.path / "train"), Shards(states.path / "val")
     assert train.spec.boundaries == val.spec.boundaries == (1, 3, 4)
@@ -139,6 +146,12 @@ def test_texts_are_extracted_again(place: Place) -> None:
     for row, aux in zip(rows, place.columns(1, 3, 4), strict=True):
         kept = len(row["token_ids"]) - 2
         torch.testing.assert_close(found[row["id"]].aux, aux.flatten(1)[:kept], rtol=1e-4, atol=1e-4)
+    tokens = place.target.tokenizer.encode(f"USER: {eval_question(place)}")
+    leak = {"token_ids": [*tokens, 5], "loss_mask": [*[False] * len(tokens), True], "id": "leak", "category": "math"}
+    pq.write_table(pa.Table.from_pylist([*rows, leak]), place.path / "leak.parquet")
+    without = place.make("responses", f"responses.from={place.path / 'leak.parquet'}")
+    assert [r.id for r in read_responses(without.path, "train")] == [row["id"] for row in rows]
+    assert (without.manifest.facts["leaks"], without.manifest.facts["same_prompt"]) == (1, 0)
     moved = file.rename(place.path / "moved.parquet")
     assert place.make("responses", f"responses.from={moved}").reused
 

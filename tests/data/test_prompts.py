@@ -13,6 +13,7 @@ import pytest
 
 from eagle3x.data import prompts
 from eagle3x.data.config import Data, EvalPrompts
+from eagle3x.data.leaks import leaking
 from eagle3x.data.records import read_prompts
 from eagle3x.data.sources import Record
 from eagle3x.types import ConfigError, Message, Prompt
@@ -139,9 +140,9 @@ def test_a_shared_system_message_or_answer_is_no_leak() -> None:
     system, answer = Message("system", EIGHT), Message("assistant", EIGHT)
     train = Prompt("a", "c", "train", (system, Message("user", "q1"), answer, Message("user", "q2")))
     held = Prompt("b", "c", "eval", (system, Message("user", "q3"), answer, Message("user", "q4")))
-    assert prompts.leaking([train], [held]) == set()
+    assert leaking([train], [held]) == set()
     later = Prompt("d", "c", "eval", (Message("user", "q5"), answer, Message("user", "q2")))
-    assert prompts.leaking([train], [later]) == {"a"}
+    assert leaking([train], [later]) == {"a"}
 
 
 def test_duplicates_go_and_are_named_and_eval_wins() -> None:

@@ -51,20 +51,15 @@ def datasets_folder(path: Path) -> Path:
 def test_every_kind_of_file(write: Any, tmp_path: Path) -> None:
     path = write(tmp_path)
     reuse.check(str(path))
-    assert list(reuse.read(path, 128, 5, [])) == WANTED
+    assert list(reuse.read(path, 128, 5)) == WANTED
     assert len(str(reuse.fingerprint(str(path)))) == 64
 
 
 def test_our_own_responses_come_back(tmp_path: Path) -> None:
     own = Response("x", "math", "train", (5, 6, 7), (False, True, True), 1, 2, "stop")
     records.write_responses(tmp_path, [own])
-    [again] = reuse.read(tmp_path / "responses-train.parquet", 128, 100, [])
+    [again] = reuse.read(tmp_path / "responses-train.parquet", 128, 100)
     assert again == Response("x", "math", "train", (5, 6, 7), (False, True, True), 1, 2, "given")
-
-
-def test_what_an_eval_prompt_asks_is_left_out(tmp_path: Path) -> None:
-    found = list(reuse.read(jsonl(tmp_path), 128, 100, [(4, 5), (5, 9)]))
-    assert [r and r.id for r in found] == ["row-0", None, "row-2"]
 
 
 BAD = {
@@ -83,7 +78,7 @@ def test_bad_rows_are_named(fault: str, tmp_path: Path) -> None:
     row, message = BAD[fault]
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     with pytest.raises(EagleError, match=message):
-        list(reuse.read(tmp_path / "a.jsonl", 128, 100, []))
+        list(reuse.read(tmp_path / "a.jsonl", 128, 100))
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -92,7 +87,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             reuse.check(str(tmp_path / name))
     (tmp_path / "a.parquet").write_bytes(b"PAR")
     with pytest.raises(EagleError, match=r"a\.parquet cannot be read"):
-        list(reuse.read(tmp_path / "a.parquet", 128, 100, []))
+        list(reuse.read(tmp_path / "a.parquet", 128, 100))
     (tmp_path / "a.jsonl").write_text(json.dumps({**ROWS[0], "id": "x"}) + "\n" + json.dumps({**ROWS[1], "id": "x"}))
     with pytest.raises(EagleError, match="row 1: id 'x' is there twice"):
-        list(reuse.read(tmp_path / "a.jsonl", 128, 100, []))
+        list(reuse.read(tmp_path / "a.jsonl", 128, 100))

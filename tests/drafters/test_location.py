@@ -43,10 +43,10 @@ def test_the_hubs_content_is_the_key(tiny_target: Target, tmp_path: Path, monkey
     main, v2, same = (key(tiny_target, *hub, f"drafter.revision={r}") for r in branches)
     assert main == same != v2
     assert key(tiny_target, "drafter=pretrained", f"drafter.path={FIXTURE}") == main
-    assert asked[0]["allow_patterns"] == ["config.json", "*.safetensors"]
+    assert asked[0]["allow_patterns"] == ["config.json", "README.md", "*.safetensors"]
     assert asked[0]["ignore_patterns"] == ["*/*"]
     key(tiny_target, *hub, "drafter.allow_bin=true")
-    assert asked[-1]["allow_patterns"] == ["config.json", "*.safetensors", "*.bin"]
+    assert asked[-1]["allow_patterns"] == ["config.json", "README.md", "*.safetensors", "*.bin"]
 
 
 def test_what_training_starts_from_is_part_of_the_key(tiny_target: Target, tmp_path: Path) -> None:

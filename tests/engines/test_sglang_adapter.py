@@ -27,7 +27,7 @@ BACKEND = Backend(
     name="sglang", runner="auto", dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=64, engine_args={},
     python=None, url=None, port=None, memory_fraction=0.85, start_timeout=600.0,
 )  # fmt: skip
-PLAN = DrafterPlan(3, (1, 2, 4), frozenset(), Speculation.chain(3))
+PLAN = DrafterPlan(3, (1, 2, 4), frozenset(), Speculation.chain(3), sampled=False)
 
 
 def slot(role: str = "extract", attention: str = "auto", quantization: str = "none", **changes: Any) -> Slot:
@@ -130,6 +130,7 @@ def test_a_stop_token_that_sglang_would_add_is_refused(tiny_target: Target, tmp_
         (replace(PLAN, variants=frozenset({"norm_before_residual"})), slot("serve"), "serve this drafter with backend"),
         (replace(PLAN, boundaries=(0, 2, 4)), slot("serve"), "boundary 0 (the embedding) was never measured"),
         (replace(PLAN, boundaries=(1, 2, 6)), slot("serve"), "cannot capture the last block's output (boundary 6)"),
+        (replace(PLAN, sampled=True), slot("serve"), "benchmark.temperatures: SGLang verifies greedily on a CPU"),
         (replace(PLAN, num_aux=2), slot("serve"), "fc reads 2 boundaries, SGLang would feed it 3"),
         (PLAN, slot("serve", attention="torch_native"), "no draft attention of that name; use attention=auto"),
     ],

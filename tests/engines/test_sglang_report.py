@@ -11,7 +11,7 @@ import pytest
 from eagle3x.config import Hardware
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.sglang_arguments import arguments
-from eagle3x.engines.sglang_report import Asked, compared, read
+from eagle3x.engines.sglang_report import LOSSLESS, Asked, compared, read
 from eagle3x.targets import Target
 from eagle3x.types import EagleError
 
@@ -144,3 +144,15 @@ def test_a_report_that_lacks_something_is_an_error(version: str, tiny_target: Ta
     info = report(version, asked(tiny_target, version), {}, {})
     with pytest.raises(EagleError, match="/server_info lacks 'tp_size'"):
         read({name: value for name, value in info.items() if name != "tp_size"})
+
+
+def test_other_rules_of_acceptance_are_seen(version: str, tiny_target: Target) -> None:
+    given = asked(tiny_target, version)
+    assert read(report(version, given, {}, {})).lossless  # a version that has no such arguments
+    assert read(report(version, given, LOSSLESS, {})).lossless
+    for name, value in (
+        ("speculative_accept_threshold_single", 0.9),
+        ("speculative_accept_threshold_acc", 0.5),
+        ("speculative_use_rejection_sampling", True),
+    ):
+        assert not read(report(version, given, {**LOSSLESS, name: value}, {})).lossless

@@ -319,7 +319,7 @@ def test_wrong_boundaries_are_fed_as_the_config_says(engine: Engine, drafter: Pa
     [
         (Request("a", (), 4), "empty prompt"),
         (Request("a", (5,), 0), "at least 1"),
-        (Request("a", (5,), 4, temperature=0.7), "temperature 0"),
+        (Request("a", (5,), 4, temperature=-0.7), "temperature must be"),
         (Request("a", (5,) * 500, 11), "needs 514 positions"),
         (Request("a", (5,), 4, top_p=0.0), "top_p"),
     ],

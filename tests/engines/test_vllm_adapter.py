@@ -30,7 +30,7 @@ BACKEND = Backend(
     python=None, url=None, port=None, memory_fraction=0.85, start_timeout=600.0,
 )  # fmt: skip
 TREE = Speculation(num_speculative_tokens=3, topk=4, num_draft_tokens=16)
-PLAN = DrafterPlan(3, (2, 14, 26), frozenset(), Speculation.chain(3))
+PLAN = DrafterPlan(3, (2, 14, 26), frozenset(), Speculation.chain(3), sampled=False)
 
 
 def slot(role: str = "extract", attention: str = "auto", quantization: str = "none", **changes: Any) -> Slot:
@@ -182,6 +182,7 @@ def test_a_target_with_latent_attention_has_backends_of_its_own(tiny_target: Tar
     [
         (replace(PLAN, speculation=Speculation.chain(129)), "at most 128"),
         (replace(PLAN, speculation=TREE), "topk=4: vLLM drafts chains only; use speculation=chain"),
+        (replace(PLAN, sampled=True), "benchmark.temperatures: vLLM 0.32.0 loses the temperature"),
         (replace(PLAN, num_aux=2), "fc reads 2 boundaries, vLLM would feed it 3"),
     ],
 )

