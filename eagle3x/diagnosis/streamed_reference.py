@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +221,9 @@ class _Skeleton:
         prefix = next(name for name, found in self._model.named_modules() if found is module) + "."
         wanted = {name for name in self._parameters if name.startswith(prefix)}
         state = {name: self._weights.read(name) for key in wanted for name in self._stored.get(key, ())}
-        settings = LoadStateDictConfig(device_map={"": self._device}, dtype=torch.float32, weight_mapping=self._mapping)
+        settings = LoadStateDictConfig(
+            device_map={"": self._device}, dtype=torch.float32, weight_mapping=cast(Any, self._mapping)
+        )
         info, _ = convert_and_load_state_dict_in_model(self._model, state, settings)
         wrong = sorted(map(str, [*(info.missing_keys & wanted), *info.mismatched_keys, *info.conversion_errors]))
         if wrong:
@@ -243,10 +245,10 @@ class _Skeleton:
         for part in module.modules():
             names = part._non_persistent_buffers_set & part._buffers.keys()
             for name in names:
-                part._buffers[name] = torch.full_like(part._buffers[name], float("nan"), device=self._device)
+                setattr(part, name, torch.full_like(getattr(part, name), float("nan"), device=self._device))
             if names:
                 self._model._init_weights(part)
-            if any(part._buffers[name].isnan().any() for name in names):
+            if any(getattr(part, name).isnan().any() for name in names):
                 raise EagleError(
                     f"{self._name}: nothing says how {type(part).__name__} computes {', '.join(sorted(names))}"
                 )
@@ -264,7 +266,7 @@ def _without_weights(target: Target) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(target.path, local_files_only=True, trust_remote_code=target.trust_remote_code)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
-            del part.quantization_config  # weights come in float32
+            part.__dict__.pop("quantization_config")  # weights come in float32
     transformers_logging.disable_progress_bar()  # it would show one for each block
     with META:
         model = AutoModelForCausalLM.from_config(
