@@ -27,8 +27,9 @@ from eagle3x.data.records import read_responses
 from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
 from eagle3x.engines import adapter
-from eagle3x.engines.config import LOGS, Attention, Backend, Job, Quantization, Slot
+from eagle3x.engines.config import LOGS, Attention, Backend, Job, Slot
 from eagle3x.progress import log, track
+from eagle3x.quantization.in_slot import reference_quantization
 from eagle3x.types import EagleError, Request, Response, TokenSample
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from eagle3x.diagnosis.replay import ReplaySample
     from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
+    from eagle3x.targets import Target
 
 T = TypeVar("T")
 TEXTS = "texts.jsonl"
@@ -67,7 +69,7 @@ def make(run: StageRun) -> dict[str, Any]:
         "topk": cfg.speculation.topk,
         "drafts": cfg.speculation.drafts,
         "engine": identity,
-        "exact": identity["dtype"] == "float32" and identity["device"] == "cpu",
+        "exact": identity["dtype"] == "float32" and identity["device"] == "cpu" and _same_products(slot),
         "num_blocks": export.num_blocks,
         "trained": None if export.trained is None else list(export.trained),
         "predicted": list(fed.predicted),
@@ -90,7 +92,7 @@ def make(run: StageRun) -> dict[str, Any]:
             _continue_texts(run, engine, chosen)
             if not _is_reference(slot):
                 stack.close()  # two engines need not fit into the memory together
-                reference = reference_slot(slot)
+                reference = reference_slot(slot, target)
                 engine = stack.enter_context(adapter(reference.backend.name).open(reference, target, cfg.hardware, job))
             _replay_pass(run, engine, export, asked)
     cell = summarise(run.work, cfg)
@@ -124,20 +126,29 @@ def candidate_boundaries(
     return found
 
 
-def reference_slot(slot: Slot) -> Slot:
-    """The float32 transformers forward whose states replay reads, for a drafter served elsewhere."""
+def reference_slot(slot: Slot, target: Target) -> Slot:
+    """The float32 transformers forward whose states replay reads, for a drafter served elsewhere.
+
+    Of the target as it is quantized there: on the states of another, the drafter would write other drafts.
+    """
     backend = Backend(
         name="transformers", runner="auto", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1,
         batch_size=slot.backend.batch_size, engine_args={}, python=None, url=None, port=None,
         memory_fraction=slot.backend.memory_fraction, start_timeout=slot.backend.start_timeout,
     )  # fmt: skip
-    return Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
+    return Slot("extract", backend, reference_quantization(slot, target), Attention(name="auto"))
 
 
 def _longest(chosen: Sequence[Response], cfg: Config) -> int:
     """Tokens of the longest sequence that is served, with the drafts that may lie past its end."""
     written = max(cfg.sampling.eval_max_new_tokens, cfg.benchmark.timing_tokens if cfg.benchmark.timing else 0)
     return max(r.prompt_tokens for r in chosen) + written + 2 * (cfg.speculation.num_speculative_tokens + 1)
+
+
+def _same_products(slot: Slot) -> bool:
+    """Whether engine and reference round alike. With quantized weights they order their sums otherwise, and a layer's
+    input that lies between two codes is then rounded to either."""
+    return slot.quantization.scheme == "none" or _is_reference(slot)
 
 
 def _is_reference(slot: Slot) -> bool:

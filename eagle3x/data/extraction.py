@@ -13,6 +13,7 @@ from eagle3x.data.records import read_responses
 from eagle3x.data.shards import Shards, ShardSpec, ShardWriter, estimate_bytes, require_space
 from eagle3x.engines.config import LOGS, Job
 from eagle3x.progress import log, track
+from eagle3x.quantization import in_slot
 from eagle3x.types import EagleError, Response, Split, TokenSample
 
 if TYPE_CHECKING:
@@ -49,7 +50,12 @@ def make(run: StageRun) -> dict[str, Any]:
     longest = max(kept, key=lambda r: len(r.token_ids))
     job = Job(len(longest.token_ids), run.work / LOGS)
     with adapter(slot.backend.name).open(slot, target, run.cfg.hardware, job) as engine:
-        verdict = probe_capture(engine, target, boundaries, longest.token_ids[: run.cfg.capture.probe_tokens])
+        verdict = probe_capture(
+            engine,
+            in_slot.reference_target(slot, target),
+            boundaries,
+            longest.token_ids[: run.cfg.capture.probe_tokens],
+        )
         log(verdict.describe())
         if not verdict.matched:
             raise EagleError(

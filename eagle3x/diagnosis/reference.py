@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from eagle3x.quantization import dequantized
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -65,17 +66,8 @@ def reference_states(target: Target, token_ids: Sequence[int]) -> Reference:
 
 
 def reference_model(target: Target) -> PreTrainedModel:
-    """The target in float32, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        target.path,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=target.trust_remote_code,
-    ).eval()
+    """The target in float32, on the CPU; a quantized one as `quantization.dequantized` says."""
+    return dequantized.load(target, torch.float32, "eager", target.trust_remote_code)
 
 
 @torch.inference_mode()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eagle3x.engines.transformers_cache import SlotCache
+from eagle3x.quantization import dequantized
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -135,22 +136,8 @@ def load(target: Target, attention: str, dtype: str, hardware: Hardware) -> Targ
     index = hardware.devices[0] if hardware.devices else 0
     device = torch.device("cpu") if hardware.device == "cpu" else torch.device("cuda", index)
     transformers_logging.disable_progress_bar()  # one bar per 100 tensors says nothing of the work at hand
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            target.path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=GROUPED_SDPA if attention == "sdpa" else attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise EagleError(f"target {target.name} in {target.path} cannot be loaded: {error}") from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise EagleError(f"target {target.name} in {target.path} lacks weights: {', '.join(missing[:5])}")
-    model = model.to(device).eval().requires_grad_(False)
+    implementation = GROUPED_SDPA if attention == "sdpa" else attention
+    model = dequantized.load(target, getattr(torch, dtype), implementation).to(device)
     return checked(model, attention, target.name)
 
 

@@ -1,0 +1,67 @@
+"""Which scheme runs on which engine and device: seen, read in its source and let go on, or refused with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from eagle3x.quantization import in_slot
+from eagle3x.types import ConfigError
+
+if TYPE_CHECKING:
+    from eagle3x.config import Hardware
+    from eagle3x.engines.config import Slot
+    from eagle3x.targets import Target
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine, device and scheme. `ran`: the version in which a test runs it. `refused`: why it does not run, and
+    what does. Neither: its source has it, but nobody has run it here; it goes on with a warning."""
+
+    ran: str | None = None
+    refused: str | None = None
+
+
+READ = Row()
+NO_ONLINE_FP8 = Row(refused="is made by an engine while it loads, on a GPU; use quantization=fp8")
+NO_NVFP4 = Row(refused="its 4-bit floats have kernels on GPUs alone; use quantization=int4")
+NOTHING_ON_SGLANG_CPU = Row(
+    refused="no quantized target was ever run on SGLang on a CPU; use quantization=none or vLLM"
+)
+TABLE: dict[tuple[str, str], dict[str, Row]] = {
+    ("transformers", "cpu"): {
+        "int8": Row("5.19.0"), "int4": Row("5.19.0"), "fp8": Row("5.19.0"),
+        "fp8_online": NO_ONLINE_FP8, "nvfp4": NO_NVFP4,
+    },
+    ("transformers", "cuda"): {
+        "int8": READ, "int4": READ, "fp8": READ,
+        "fp8_online": NO_ONLINE_FP8, "nvfp4": Row(refused="transformers has no kernel for it; use vllm or sglang"),
+    },
+    ("vllm", "cpu"): {
+        "int8": Row("0.32.0"), "int4": Row("0.32.0"), "fp8": READ,
+        "fp8_online": NO_ONLINE_FP8, "nvfp4": NO_NVFP4,
+    },
+    ("vllm", "cuda"): {"int8": READ, "int4": READ, "fp8": READ, "fp8_online": READ, "nvfp4": READ},
+    ("sglang", "cpu"): dict.fromkeys(("int8", "int4", "fp8", "fp8_online", "nvfp4"), NOTHING_ON_SGLANG_CPU),
+    ("sglang", "cuda"): {"int8": READ, "int4": READ, "fp8": READ, "fp8_online": READ, "nvfp4": READ},
+}  # fmt: skip
+"""By engine and device; each row's scheme. `none` runs everywhere."""
+
+
+def refusals(engine: str, slot: Slot, target: Target, hardware: Hardware) -> list[str]:
+    """Every reason why the slot's scheme cannot run there, or the target cannot be had in it. Empty: go on."""
+    scheme = slot.quantization.scheme
+    reason = None if scheme == "none" else TABLE[engine, hardware.device][scheme].refused
+    if reason is not None:
+        return [f"quantization={scheme}: {reason}"]
+    try:
+        return in_slot.refusals(slot, target)
+    except ConfigError as error:  # a checkpoint of a scheme that we do not know
+        return [str(error)]
+
+
+def never_ran(engine: str, slot: Slot, hardware: Hardware) -> bool:
+    """Whether the slot's scheme goes on with a warning."""
+    scheme = slot.quantization.scheme
+    return scheme != "none" and TABLE[engine, hardware.device][scheme].ran is None
