@@ -50,12 +50,8 @@ def make(run: StageRun) -> dict[str, Any]:
     longest = max(kept, key=lambda r: len(r.token_ids))
     job = Job(len(longest.token_ids), run.work / LOGS)
     with adapter(slot.backend.name).open(slot, target, run.cfg.hardware, job) as engine:
-        verdict = probe_capture(
-            engine,
-            in_slot.reference_target(slot, target),
-            boundaries,
-            longest.token_ids[: run.cfg.capture.probe_tokens],
-        )
+        reference, probed = in_slot.reference_target(slot, target), longest.token_ids[: run.cfg.capture.probe_tokens]
+        verdict = probe_capture(engine, reference, boundaries, probed)
         log(verdict.describe())
         if not verdict.matched:
             raise EagleError(
@@ -88,7 +84,8 @@ def _import(run: StageRun, source: Path, responses: Sequence[Response], boundari
     from eagle3x.data.dumps import Dump
 
     dump = Dump(source, run.target.hidden_size)
-    verdict = probed(dump, run.target, boundaries, run.cfg.capture.probe_tokens)
+    of = in_slot.reference_target(run.slot("extract"), run.target)
+    verdict = probed(dump, of, boundaries, run.cfg.capture.probe_tokens)
     texts = [r for r in responses if r.split == "train"]
     held_out = [r.token_ids[: r.prompt_tokens] for r in responses if r.split != "train"]
     directory = run.work / "train"

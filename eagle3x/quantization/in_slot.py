@@ -13,12 +13,13 @@ from eagle3x.fingerprint import cache_dir
 from eagle3x.identity import digest
 from eagle3x.progress import log
 from eagle3x.quantization import rounding
-from eagle3x.quantization.stored import describe, stored_scheme
+from eagle3x.quantization.stored import stored_as, stored_scheme
 
 if TYPE_CHECKING:
     from eagle3x.engines.config import Slot
     from eagle3x.targets import Target
 
+NONE = Quantization(scheme="none")
 ONLINE = "fp8_online"
 """The scheme that an engine makes of an unquantized checkpoint while it loads it: its own fp8."""
 LIBRARY = "compressed-tensors"
@@ -39,7 +40,7 @@ def refusals(slot: Slot, target: Target) -> list[str]:
         return []
     if stored != "none":
         return [
-            f"quantization={wanted}: target {target.name} is stored as {describe(target)}; use quantization={stored}"
+            f"quantization={wanted}: target {target.name} is stored as {stored_as(target)}; use quantization={stored}"
         ]
     return [f"quantization={wanted}: {reason}" for reason in rounding.refusals(target.path, wanted)]
 

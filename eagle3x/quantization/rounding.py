@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ GROUPS = (128, 64, 32)
 """Input channels that share a scale, of those that engines have kernels for."""
 LAYER = re.compile(r"(.*\blayers\.\d+\.(?:self_attn|mlp)\.\w+_proj)\.weight")
 """Linear layers of a dense decoder, as checkpoints name them."""
+LEFT = ("embed_tokens.weight", "lm_head.weight")
+"""Matrices that stay as they are."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -48,9 +51,9 @@ def refusals(path: Path, scheme: str) -> list[str]:
     if scheme not in PRESETS:
         return [f"eagle3x makes no {scheme} checkpoint, which takes data to calibrate; give one as the target"]
     shapes = {name: shape for file in weight_files(path) for name, shape in _matrices(file).items()}
-    if other := sorted(name for name in shapes if "layers." in name and not LAYER.fullmatch(name)):
+    if other := sorted(name for name in shapes if not LAYER.fullmatch(name) and not name.endswith(LEFT)):
         return [f"only targets of dense blocks are rounded, not {other[0]}; give a {scheme} checkpoint as the target"]
-    if scheme == "int4" and _group_size(shapes) is None:
+    if scheme == "int4" and group_size(shapes) is None:
         return [f"no group of {', '.join(map(str, GROUPS))} channels divides the inputs of all layers"]
     return []
 
@@ -65,7 +68,7 @@ def write(source: Path, scheme: str, directory: Path) -> None:
     files = weight_files(source)
     matrices = {name: shape for file in files for name, shape in _matrices(file).items()}
     preset, kind = PRESETS[scheme]
-    described = _scheme(preset, _group_size(matrices))
+    described = _scheme(preset, group_size(matrices))
     directory.mkdir()
     for file in source.iterdir():
         if file.suffix not in (".safetensors", ".bin", ".gguf") and file.name != INDEX and file.is_file():
@@ -125,7 +128,8 @@ def _scheme(preset: str, group_size: int | None) -> QuantizationScheme:
     return scheme
 
 
-def _group_size(shapes: dict[str, list[int]]) -> int | None:
+def group_size(shapes: Mapping[str, Sequence[int]]) -> int | None:
+    """The largest group that divides the inputs of every layer; None if there is none. shapes: [O, I] by name."""
     inputs = [shape[1] for name, shape in shapes.items() if LAYER.fullmatch(name)]
     return next((group for group in GROUPS if all(size % group == 0 for size in inputs)), None)
 

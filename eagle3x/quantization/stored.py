@@ -47,7 +47,7 @@ def stored_scheme(target: Target) -> str:
             )
 
 
-def describe(target: Target) -> str:
+def stored_as(target: Target) -> str:
     """For people, e.g. `int4 (compressed-tensors, pack-quantized, groups of 32)`, or `not quantized`."""
     found = quantization_config(target)
     if not found:
