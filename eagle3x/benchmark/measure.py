@@ -30,6 +30,7 @@ from eagle3x.engines import adapter
 from eagle3x.engines.config import LOGS, Attention, Backend, Job, Slot
 from eagle3x.progress import log, track
 from eagle3x.quantization.in_slot import reference_quantization
+from eagle3x.quantization.stored import ROUNDED_INPUTS
 from eagle3x.types import EagleError, Request, Response, TokenSample
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def make(run: StageRun) -> dict[str, Any]:
         "topk": cfg.speculation.topk,
         "drafts": cfg.speculation.drafts,
         "engine": identity,
-        "exact": identity["dtype"] == "float32" and identity["device"] == "cpu" and _same_products(slot),
+        "exact": identity["dtype"] == "float32"
+        and identity["device"] == "cpu"
+        and slot.quantization.scheme not in ROUNDED_INPUTS,
         "num_blocks": export.num_blocks,
         "trained": None if export.trained is None else list(export.trained),
         "predicted": list(fed.predicted),
@@ -143,12 +146,6 @@ def _longest(chosen: Sequence[Response], cfg: Config) -> int:
     """Tokens of the longest sequence that is served, with the drafts that may lie past its end."""
     written = max(cfg.sampling.eval_max_new_tokens, cfg.benchmark.timing_tokens if cfg.benchmark.timing else 0)
     return max(r.prompt_tokens for r in chosen) + written + 2 * (cfg.speculation.num_speculative_tokens + 1)
-
-
-def _same_products(slot: Slot) -> bool:
-    """Whether engine and reference round alike. With quantized weights they order their sums otherwise, and a layer's
-    input that lies between two codes is then rounded to either."""
-    return slot.quantization.scheme == "none" or _is_reference(slot)
 
 
 def _is_reference(slot: Slot) -> bool:

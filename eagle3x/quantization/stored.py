@@ -10,6 +10,10 @@ from eagle3x.types import ConfigError
 if TYPE_CHECKING:
     from eagle3x.targets import Target
 
+ROUNDED_INPUTS = ("int8", "fp8", "fp8_online", "nvfp4")
+"""Schemes of which a layer's inputs are rounded as well as its weights. What lies between two codes may become either,
+by an order of sums: two engines, or two batches of one, then differ by a whole code."""
+
 
 def quantization_config(target: Target) -> dict[str, Any]:
     """As the checkpoint has it; empty if it is not quantized."""
