@@ -52,7 +52,7 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
         case "serve":
             return engine(cfg.serve_slot)
         case "quantization":
-            return {**identity_of(cfg.quantization), **in_slot.identity(cfg.extract_slot, target)}
+            return {**identity_of(cfg.quantization), **in_slot.identity(cfg.extract_slot, target, cfg.hardware)}
         case "attention":
             return identity_of(cfg.attention)
         case "capture":

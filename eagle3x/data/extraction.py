@@ -50,8 +50,8 @@ def make(run: StageRun) -> dict[str, Any]:
     longest = max(kept, key=lambda r: len(r.token_ids))
     job = Job(len(longest.token_ids), run.work / LOGS)
     with adapter(slot.backend.name).open(slot, target, run.cfg.hardware, job) as engine:
-        reference, probed = in_slot.reference_target(slot, target), longest.token_ids[: run.cfg.capture.probe_tokens]
-        verdict = probe_capture(engine, reference, boundaries, probed)
+        reference = in_slot.reference_target(slot, target, run.cfg.hardware)
+        verdict = probe_capture(engine, reference, boundaries, longest.token_ids[: run.cfg.capture.probe_tokens])
         log(verdict.describe())
         if not verdict.matched:
             raise EagleError(
@@ -84,7 +84,7 @@ def _import(run: StageRun, source: Path, responses: Sequence[Response], boundari
     from eagle3x.data.dumps import Dump
 
     dump = Dump(source, run.target.hidden_size)
-    of = in_slot.reference_target(run.slot("extract"), run.target)
+    of = in_slot.reference_target(run.slot("extract"), run.target, run.cfg.hardware)
     verdict = probed(dump, of, boundaries, run.cfg.capture.probe_tokens)
     texts = [r for r in responses if r.split == "train"]
     held_out = [r.token_ids[: r.prompt_tokens] for r in responses if r.split != "train"]

@@ -88,7 +88,7 @@ class ProcessAdapter(ABC):
             "engine_args": slot.backend.engine_args,
             **self._own_identity(slot),
             **software,
-            **in_slot.identity(slot, target),
+            **in_slot.identity(slot, target, hardware),
         }
 
     def refusals(self, slot: Slot, target: Target, hardware: Hardware) -> list[str]:
@@ -146,4 +146,4 @@ class ProcessAdapter(ABC):
             )
         if support.never_ran(self.name, slot, hardware):
             log(f"quantization={slot.quantization.scheme}: never run by eagle3x on {hardware.device}; going on")
-        return self.engine(self, slot, in_slot.in_slot(slot, target), hardware, job, found)
+        return self.engine(self, slot, in_slot.in_slot(slot, target, hardware), hardware, job, found)

@@ -74,7 +74,7 @@ class TransformersAdapter:
             "batch_invariant": False,
             "chunked_prefill": False,
             "prefix_cache": False,
-            **in_slot.identity(slot, target),
+            **in_slot.identity(slot, target, hardware),
         }
 
     def refusals(self, slot: Slot, target: Target, hardware: Hardware) -> list[str]:
@@ -145,7 +145,7 @@ class TransformersAdapter:
         """
         from eagle3x.engines.transformers_model import load
 
-        target = in_slot.in_slot(slot, target)
+        target = in_slot.in_slot(slot, target, hardware)
         model = load(target, resolved_attention(slot), resolved_dtype(slot, hardware), hardware)
         return TransformersEngine(model, target, slot.backend.batch_size)
 

@@ -12,10 +12,11 @@ from eagle3x.engines.config import Quantization
 from eagle3x.fingerprint import cache_dir
 from eagle3x.identity import digest
 from eagle3x.progress import log
-from eagle3x.quantization import rounding
+from eagle3x.quantization import cpu, rounding
 from eagle3x.quantization.stored import stored_as, stored_scheme
 
 if TYPE_CHECKING:
+    from eagle3x.config import Hardware
     from eagle3x.engines.config import Slot
     from eagle3x.targets import Target
 
@@ -45,7 +46,7 @@ def refusals(slot: Slot, target: Target) -> list[str]:
     return [f"quantization={wanted}: {reason}" for reason in rounding.refusals(target.path, wanted)]
 
 
-def in_slot(slot: Slot, target: Target) -> Target:
+def in_slot(slot: Slot, target: Target, hardware: Hardware) -> Target:
     """The target whose directory is what the slot's engine loads; rounded now if it never was.
 
     Everything but the weights and what config.json says of them is the target's.
@@ -55,30 +56,35 @@ def in_slot(slot: Slot, target: Target) -> Target:
     from filelock import FileLock
 
     scheme = slot.quantization.scheme
-    key = digest({"target": target.identity(), "scheme": scheme, **identity(slot, target)})
+    key = digest({"target": target.identity(), "scheme": scheme, **identity(slot, target, hardware)})
     directory = cache_dir() / "targets" / f"{scheme}-{key[:20]}"
     if not directory.is_dir():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(directory.with_name(directory.name + ".lock")):
             if not directory.is_dir():  # no other process rounded it while this one waited
-                _round(target, scheme, directory)
+                _round(target, scheme, directory, _narrow(slot, hardware))
     return replace(target, path=directory)
 
 
-def _round(target: Target, scheme: str, directory: Path) -> None:
+def _narrow(slot: Slot, hardware: Hardware) -> bool:
+    return slot.quantization.scheme == "int8" and hardware.device == "cpu" and cpu.sums_overflow()
+
+
+def _round(target: Target, scheme: str, directory: Path, narrow: bool) -> None:
     log(f"Target: rounding {target.name} to {scheme} (once), into {directory}")
     # Beside its place, so that the rename that publishes it is atomic.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".rounding-") as temporary:
         result = Path(temporary) / "result"
-        rounding.write(target.path, scheme, result)
+        rounding.write(target.path, scheme, result, narrow)
         result.rename(directory)
 
 
-def identity(slot: Slot, target: Target) -> dict[str, Any]:
+def identity(slot: Slot, target: Target, hardware: Hardware) -> dict[str, Any]:
     """What the scheme's name does not say of a rounded target: how it is made. Empty for any other."""
     if not is_rounded(slot, target):
         return {}
-    return {"rounding": {"version": rounding.VERSION, LIBRARY: version(LIBRARY)}}
+    recipe = {"version": rounding.VERSION, LIBRARY: version(LIBRARY)}
+    return {"rounding": {**recipe, "narrow": True} if _narrow(slot, hardware) else recipe}
 
 
 def reference_quantization(slot: Slot, target: Target) -> Quantization:
@@ -92,6 +98,6 @@ def reference_quantization(slot: Slot, target: Target) -> Quantization:
     return Quantization(scheme="fp8") if slot.quantization.scheme == ONLINE else slot.quantization
 
 
-def reference_target(slot: Slot, target: Target) -> Target:
+def reference_target(slot: Slot, target: Target, hardware: Hardware) -> Target:
     """The target that such a forward runs."""
-    return in_slot(replace(slot, quantization=reference_quantization(slot, target)), target)
+    return in_slot(replace(slot, quantization=reference_quantization(slot, target)), target, hardware)

@@ -3,7 +3,8 @@
 Schemes, scales, codes and packing are those of the library compressed-tensors; what is ours is to go through a
 checkpoint file by file, so that a target of any size takes the memory of one file.
 
-    int8   W8A8: a scale for each output channel; engines round what a layer reads, token by token, while they run
+    int8   W8A8: a scale for each output channel; engines round what a layer reads, token by token, while they run.
+           `narrow`: codes of at most 64 instead of 128, for CPUs that add up products in 16 bits (cpu.py)
     int4   W4A16: a scale for each group of input channels, as large as all layers allow, 128 at most
     fp8    W8A8 in e4m3, scales as for int8
 
@@ -40,6 +41,8 @@ LAYER = re.compile(r"(.*\blayers\.\d+\.(?:self_attn|mlp)\.\w+_proj)\.weight")
 """Linear layers of a dense decoder, as checkpoints name them."""
 LEFT = ("embed_tokens.weight", "lm_head.weight")
 """Matrices that stay as they are."""
+NARROW = 64
+"""The largest code that fits (cpu.py)."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -58,7 +61,7 @@ def refusals(path: Path, scheme: str) -> list[str]:
     return []
 
 
-def write(source: Path, scheme: str, directory: Path) -> None:
+def write(source: Path, scheme: str, directory: Path, narrow: bool = False) -> None:
     """Write the checkpoint of `source`, rounded to `scheme`, into the new folder `directory`."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
@@ -83,7 +86,7 @@ def write(source: Path, scheme: str, directory: Path) -> None:
                 if layer is None:
                     written[name] = tensor
                 else:
-                    parts = rounded(tensor, described, kind)
+                    parts = rounded(tensor, described, kind, narrow)
                     written |= {f"{layer[1]}.{part}": value.contiguous() for part, value in parts.items()}
                 if name in matrices:
                     next(done)
@@ -102,7 +105,7 @@ def write(source: Path, scheme: str, directory: Path) -> None:
     ModelCompressor(quantization_config=config).update_config(str(directory))
 
 
-def rounded(weight: Tensor, scheme: QuantizationScheme, kind: str) -> dict[str, Tensor]:
+def rounded(weight: Tensor, scheme: QuantizationScheme, kind: str, narrow: bool = False) -> dict[str, Tensor]:
     """The tensors that take the place of a layer's weight [O, I].
 
     The scale is rounded to the weight's own dtype before codes are chosen for it: no engine then changes it.
@@ -115,6 +118,8 @@ def rounded(weight: Tensor, scheme: QuantizationScheme, kind: str) -> dict[str, 
     exact = weight.float()
     grouped = exact.unflatten(-1, (-1, weights.group_size)) if weights.group_size else exact[:, None]
     scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), weights)
+    if narrow:
+        scale = grouped.abs().amax(-1) / NARROW
     state = {"weight": exact, "weight_scale": scale.to(weight.dtype)}
     return BaseCompressor.get_value_from_registry(kind).compress(state, scheme)
 

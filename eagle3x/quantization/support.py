@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eagle3x.quantization import in_slot
+from eagle3x.quantization import cpu, in_slot
+from eagle3x.quantization.stored import stored_scheme
 from eagle3x.types import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ NO_ONLINE_FP8 = Row(refused="is made by an engine while it loads, on a GPU; use 
 NO_NVFP4 = Row(refused="its 4-bit floats have kernels on GPUs alone; use quantization=int4")
 NOTHING_ON_SGLANG_CPU = Row(
     refused="no quantized target was ever run on SGLang on a CPU; use quantization=none or vLLM"
+)
+OVERFLOW = (
+    "on this CPU, which has no VNNI, vLLM adds up products of 8-bit integers in 16 bits and cuts them off; give the"
+    " unquantized target, which is rounded to codes that fit, or use backend=transformers"
 )
 TABLE: dict[tuple[str, str], dict[str, Row]] = {
     ("transformers", "cpu"): {
@@ -56,6 +61,8 @@ def refusals(engine: str, slot: Slot, target: Target, hardware: Hardware) -> lis
     if reason is not None:
         return [f"quantization={scheme}: {reason}"]
     try:
+        if engine == "vllm" and hardware.device == "cpu" and stored_scheme(target) == "int8" and cpu.sums_overflow():
+            return [f"quantization={scheme}: {OVERFLOW}"]
         return in_slot.refusals(slot, target)
     except ConfigError as error:  # a checkpoint of a scheme that we do not know
         return [str(error)]

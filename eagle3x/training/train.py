@@ -161,7 +161,8 @@ def _architecture(cfg: Drafter, target: Target, num_aux: int) -> Architecture:
 
 def _train(run: StageRun) -> dict[str, Any]:
     cfg, work = run.cfg, run.work
-    target = in_slot.in_slot(run.slot("extract"), run.target)  # its head and final norm are those of the states
+    # Whose head and final norm make a distribution of the states.
+    target = in_slot.in_slot(run.slot("extract"), run.target, cfg.hardware)
     if reasons := cfg.train.refusals(cfg.hardware.device, target.head_dim):
         raise EagleError("; ".join(reasons))
     if cfg.hardware.threads is not None:

@@ -1,4 +1,4 @@
-"""The real vLLM on a CPU with rounded targets: states and text against the floating-point reference of the same codes."""
+"""The real vLLM on a CPU with rounded targets: states and text against a float reference of the same codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("no_other_engine")
 
 CPU = Hardware(device="cpu", threads=None, devices=None)
 BOUNDARIES = (1, 3, 4)
-SAMPLES = [TokenSample(f"text-{i}", tuple((7 * i + 31 * t) % 125 + 3 for t in range(n))) for i, n in enumerate((70, 41))]
+SAMPLES = [
+    TokenSample(f"text-{i}", tuple((7 * i + 31 * t) % 125 + 3 for t in range(n))) for i, n in enumerate((70, 41))
+]
 VLLM = Backend(
     name="vllm", runner="auto", dtype="auto", kv_cache_dtype="auto", tensor_parallel=1, batch_size=8, engine_args={},
     python=None, url=None, port=None, memory_fraction=0.85, start_timeout=600.0,
@@ -48,11 +50,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory, write_target) -> Target:
 @pytest.mark.parametrize(("scheme", "error"), [("int8", 1e-2), ("int4", 1e-5)])
 def test_states_and_text_are_those_of_the_codes(scheme: str, error: float, wide: Target, tmp_path: Path) -> None:
     """vLLM computes with the codes, the reference with what they stand for; the plain target is far from both."""
-    requests = [Request(f"{i}", SAMPLES[0].token_ids[i : 12 + i], 24, ignore_eos=True, top2_gaps=True) for i in range(6)]
+    requests = [
+        Request(f"{i}", SAMPLES[0].token_ids[i : 12 + i], 24, ignore_eos=True, top2_gaps=True) for i in range(6)
+    ]
     with adapter("vllm").open(slot(scheme), wide, CPU, Job(80, tmp_path)) as engine:
         captured = {states.id: states for states in engine.capture(SAMPLES, BOUNDARIES)}
         text = {answer.id: answer for answer in engine.generate(requests)}
-    rounded = reference_target(slot(scheme), wide)
+    rounded = reference_target(slot(scheme), wide, CPU)
     for sample in SAMPLES:
         states = captured[sample.id]
         found = (states.aux, states.last, states.last_norm, BOUNDARIES)
@@ -67,5 +71,7 @@ def test_states_and_text_are_those_of_the_codes(scheme: str, error: float, wide:
     for id_, answer in text.items():
         gaps = expected[id_].top2_gaps
         assert gaps is not None
-        differing = [i for i, (a, b) in enumerate(zip(answer.token_ids, expected[id_].token_ids, strict=True)) if a != b]
+        differing = [
+            i for i, (a, b) in enumerate(zip(answer.token_ids, expected[id_].token_ids, strict=True)) if a != b
+        ]
         assert not differing or gaps[differing[0]] < 10 * error, f"{id_} parts at token {differing[0]}, no near tie"

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3x.composition import cells
 from eagle3x.config import Hardware
 from eagle3x.engines import adapter
 from eagle3x.engines.config import Attention, Backend, EngineName, Quantization, Slot
-from eagle3x.quantization import in_slot, rounding, support
+from eagle3x.quantization import cpu, in_slot, rounding, support
 from eagle3x.quantization.stored import stored_as, stored_scheme
 from eagle3x.stage_identity import identities
 from eagle3x.targets import Target, resolve
@@ -42,35 +43,36 @@ def slot(scheme: str, **changes: Any) -> Slot:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cpu, "sums_overflow", lambda: False)
     monkeypatch.setenv("EAGLE3X_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "targets"
 
 
 def test_an_unquantized_slot_has_the_target(tiny_target: Target, own_cache: Path) -> None:
-    assert in_slot.in_slot(slot("none"), tiny_target) is tiny_target
-    assert in_slot.in_slot(slot("fp8_online"), tiny_target) is tiny_target
+    assert in_slot.in_slot(slot("none"), tiny_target, CPU) is tiny_target
+    assert in_slot.in_slot(slot("fp8_online"), tiny_target, CPU) is tiny_target
     assert not own_cache.exists()
 
 
 def test_a_target_is_rounded_once(tiny_target: Target, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = in_slot.in_slot(slot("int8"), tiny_target)
+    made = in_slot.in_slot(slot("int8"), tiny_target, CPU)
     assert made == replace(tiny_target, path=made.path)
     assert stored_scheme(made) == "int8"
     assert [file.name for file in own_cache.iterdir() if file.is_dir()] == [made.path.name]
     monkeypatch.setattr(rounding, "write", lambda *_: pytest.fail("it is there already"))
-    assert in_slot.in_slot(slot("int8"), tiny_target) == made
-    assert in_slot.in_slot(slot("int8"), made) == made  # what is stored so is left alone
+    assert in_slot.in_slot(slot("int8"), tiny_target, CPU) == made
+    assert in_slot.in_slot(slot("int8"), made, CPU) == made  # what is stored so is left alone
     monkeypatch.undo()
 
 
 def test_what_failed_is_not_there(tiny_target: Target, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(source: Path, scheme: str, directory: Path) -> None:
+    def die(source: Path, scheme: str, directory: Path, narrow: bool) -> None:
         directory.mkdir()
         raise OSError("disk full")
 
     monkeypatch.setattr(rounding, "write", die)
     with pytest.raises(OSError, match="disk full"):
-        in_slot.in_slot(slot("int4"), tiny_target)
+        in_slot.in_slot(slot("int4"), tiny_target, CPU)
     assert [file.name for file in own_cache.iterdir() if file.is_dir()] == []
 
 
@@ -79,15 +81,19 @@ def test_another_target_another_scheme_another_recipe_are_other_places(
 ) -> None:
     write_target(tmp_path / "other", seed=1)
     other = replace(tiny_target, path=tmp_path / "other")
-    first = in_slot.in_slot(slot("int8"), tiny_target).path
-    found = {first, in_slot.in_slot(slot("int4"), tiny_target).path, in_slot.in_slot(slot("int8"), other).path}
+    first = in_slot.in_slot(slot("int8"), tiny_target, CPU).path
+    found = {
+        first,
+        in_slot.in_slot(slot("int4"), tiny_target, CPU).path,
+        in_slot.in_slot(slot("int8"), other, CPU).path,
+    }
     monkeypatch.setattr(rounding, "VERSION", rounding.VERSION + 1)
-    found.add(in_slot.in_slot(slot("int8"), tiny_target).path)
+    found.add(in_slot.in_slot(slot("int8"), tiny_target, CPU).path)
     assert len(found) == 4
 
 
 def test_a_rounded_targets_head_and_norm_are_read_from_it(tiny_target: Target) -> None:
-    made = in_slot.in_slot(slot("int4"), tiny_target)
+    made = in_slot.in_slot(slot("int4"), tiny_target, CPU)
     file = made.path / "model.safetensors"
     save_file({**load_file(file), "lm_head.weight": tiny_target.head() * 2}, file, metadata={"format": "pt"})
     assert (made.head() == tiny_target.head() * 2).all()
@@ -111,18 +117,35 @@ def test_how_it_is_rounded_is_hashed(tiny_target: Target) -> None:
     assert drafter("quantization=int4") == {"scheme": "int4", "rounding": rounded}
 
 
+def test_codes_are_narrow_where_a_cpu_cuts_their_sums_off(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INT8 alone, and on a CPU alone: another checkpoint, and another key."""
+    wide = in_slot.in_slot(slot("int8"), tiny_target, CPU)
+    monkeypatch.setattr(cpu, "sums_overflow", lambda: True)
+    narrow = in_slot.in_slot(slot("int8"), tiny_target, CPU)
+    assert in_slot.identity(slot("int8"), tiny_target, CPU)["rounding"]["narrow"] is True
+    assert in_slot.in_slot(slot("int8"), tiny_target, CUDA) == wide != narrow
+    assert in_slot.identity(slot("int4"), tiny_target, CPU) == in_slot.identity(slot("int4"), tiny_target, CUDA)
+    for made, largest in ((wide, 128), (narrow, 64)):
+        codes = [t.int().abs() for t in load_file(made.path / "model.safetensors").values() if t.dtype == torch.int8]
+        assert max(int(c.max()) for c in codes) == largest
+    (reason,) = support.refusals("vllm", slot("int8", name="vllm"), wide, CPU)
+    assert "has no VNNI" in reason
+    assert support.refusals("vllm", slot("int8", name="vllm"), tiny_target, CPU) == []
+    assert support.refusals("transformers", slot("int8"), wide, CPU) == []
+
+
 def test_a_server_that_runs_is_not_made_anything(tiny_target: Target) -> None:
     attached = slot("int4", name="vllm", url="http://127.0.0.1:1")
-    assert in_slot.in_slot(attached, tiny_target) is tiny_target
-    assert in_slot.identity(attached, tiny_target) == {}
-    assert in_slot.reference_target(attached, tiny_target) is tiny_target
+    assert in_slot.in_slot(attached, tiny_target, CPU) is tiny_target
+    assert in_slot.identity(attached, tiny_target, CPU) == {}
+    assert in_slot.reference_target(attached, tiny_target, CPU) is tiny_target
 
 
 def test_the_reference_is_rounded_alike(tiny_target: Target) -> None:
-    int8 = in_slot.in_slot(slot("int8"), tiny_target)
-    assert in_slot.reference_target(slot("int8", name="vllm"), tiny_target) == int8
-    assert stored_scheme(in_slot.reference_target(slot("fp8_online", name="vllm"), tiny_target)) == "fp8"
-    assert in_slot.reference_target(slot("none", name="vllm"), tiny_target) is tiny_target
+    int8 = in_slot.in_slot(slot("int8"), tiny_target, CPU)
+    assert in_slot.reference_target(slot("int8", name="vllm"), tiny_target, CPU) == int8
+    assert stored_scheme(in_slot.reference_target(slot("fp8_online", name="vllm"), tiny_target, CPU)) == "fp8"
+    assert in_slot.reference_target(slot("none", name="vllm"), tiny_target, CPU) is tiny_target
 
 
 def test_a_slot_must_say_how_the_target_is_stored(
