@@ -30,6 +30,10 @@ NO_NVFP4 = Row(refused="its 4-bit floats have kernels on GPUs alone; use quantiz
 NOTHING_ON_SGLANG_CPU = Row(
     refused="no quantized target was ever run on SGLang on a CPU; use quantization=none or vLLM"
 )
+NO_AVX512 = (
+    "vLLM's build for CPUs without AVX-512, as this one, has no kernel for it (cpu_gemm_wna16); use"
+    " backend=transformers in this slot, or another machine"
+)
 OVERFLOW = (
     "on this CPU, which has no VNNI, vLLM adds up products of 8-bit integers in 16 bits and cuts them off; give the"
     " unquantized target, which is rounded to codes that fit, or use backend=transformers"
@@ -61,8 +65,11 @@ def refusals(engine: str, slot: Slot, target: Target, hardware: Hardware) -> lis
     if reason is not None:
         return [f"quantization={scheme}: {reason}"]
     try:
-        if engine == "vllm" and hardware.device == "cpu" and stored_scheme(target) == "int8" and cpu.sums_overflow():
-            return [f"quantization={scheme}: {OVERFLOW}"]
+        if engine == "vllm" and hardware.device == "cpu":
+            if scheme == "int4" and not cpu.has_avx512():
+                return [f"quantization={scheme}: {NO_AVX512}"]
+            if scheme == stored_scheme(target) == "int8" and cpu.sums_overflow():
+                return [f"quantization={scheme}: {OVERFLOW}"]
         return in_slot.refusals(slot, target)
     except ConfigError as error:  # a checkpoint of a scheme that we do not know
         return [str(error)]

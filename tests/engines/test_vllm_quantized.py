@@ -47,9 +47,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory, write_target) -> Target:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("scheme", "error"), [("int8", 1e-2), ("int4", 1e-5)])
-def test_states_and_text_are_those_of_the_codes(scheme: str, error: float, wide: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_states_and_text_are_those_of_the_codes(scheme: str, wide: Target, tmp_path: Path) -> None:
     """vLLM computes with the codes, the reference with what they stand for; the plain target is far from both."""
+    if reasons := adapter("vllm").refusals(slot(scheme), wide, CPU):
+        pytest.skip("; ".join(reasons))
     requests = [
         Request(f"{i}", SAMPLES[0].token_ids[i : 12 + i], 24, ignore_eos=True, top2_gaps=True) for i in range(6)
     ]
@@ -64,8 +66,7 @@ def test_states_and_text_are_those_of_the_codes(scheme: str, error: float, wide:
         plain = judge(*found, reference_states(wide, sample.token_ids))
         assert verdict.matched, verdict.describe()
         for ours, theirs in zip((*verdict.columns, verdict.last), (*plain.columns, plain.last), strict=True):
-            assert ours.error < error, verdict.describe()
-            assert theirs.error > 3 * ours.error, plain.describe()
+            assert ours.error < 1e-5 < 1e-2 < theirs.error, verdict.describe()
     with adapter("transformers").open(slot(scheme, "transformers"), wide, CPU, Job(80, tmp_path)) as engine:
         expected = {answer.id: answer for answer in engine.generate(requests)}
     for id_, answer in text.items():
@@ -74,4 +75,4 @@ def test_states_and_text_are_those_of_the_codes(scheme: str, error: float, wide:
         differing = [
             i for i, (a, b) in enumerate(zip(answer.token_ids, expected[id_].token_ids, strict=True)) if a != b
         ]
-        assert not differing or gaps[differing[0]] < 10 * error, f"{id_} parts at token {differing[0]}, no near tie"
+        assert not differing or gaps[differing[0]] < 1e-3, f"{id_} parts at token {differing[0]}, no near tie"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -44,6 +45,7 @@ def slot(scheme: str, **changes: Any) -> Slot:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cpu, "sums_overflow", lambda: False)
+    monkeypatch.setattr(cpu, "has_avx512", lambda: True)
     monkeypatch.setenv("EAGLE3X_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "targets"
 
@@ -181,6 +183,34 @@ def test_the_table_is_whole(tiny_target: Target) -> None:
                 assert "give one as the target" in found[0]  # it runs, but is not made here
             else:
                 assert found == ([] if row.refused is None else [f"quantization={scheme}: {row.refused}"])
+
+
+def test_int4_on_vllm_takes_avx512(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_avx512", lambda: False)
+    (reason,) = support.refusals("vllm", slot("int4", name="vllm"), tiny_target, CPU)
+    assert "no kernel for it" in reason
+    assert "use backend=transformers" in reason
+    assert support.refusals("vllm", slot("int4", name="vllm"), tiny_target, CUDA) == []
+    assert support.refusals("transformers", slot("int4"), tiny_target, CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "overflow", "avx512"),
+    [
+        ("x86_64", "fma avx2", True, False),
+        ("x86_64", "avx2 avx_vnni", False, False),
+        ("x86_64", "avx2 avx512f avx512_vnni amx_int8", False, True),
+        ("x86_64", "avx2 avx512f", True, True),
+        ("aarch64", "asimddp", False, False),
+    ],
+)
+def test_what_a_cpu_says_of_itself(
+    machine: str, flags: str, overflow: bool, avx512: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(cpu, "_flags", lambda: frozenset(flags.split()))
+    assert (cpu.sums_overflow(), cpu.has_avx512()) == (overflow, avx512)
 
 
 def test_what_never_ran_goes_on_with_a_warning() -> None:
