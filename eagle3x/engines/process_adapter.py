@@ -144,6 +144,5 @@ class ProcessAdapter(ABC):
                 f"{ENGINES[self.name]} {found.version} was never tested with eagle3x on {hardware.device} ({known}"
                 " were); going on"
             )
-        if support.never_ran(self.name, slot, hardware):
-            log(f"quantization={slot.quantization.scheme}: never run by eagle3x on {hardware.device}; going on")
+        support.warn(self.name, slot, hardware)
         return self.engine(self, slot, in_slot.in_slot(slot, target, hardware), hardware, job, found)

@@ -145,6 +145,7 @@ class TransformersAdapter:
         """
         from eagle3x.engines.transformers_model import load
 
+        support.warn(self.name, slot, hardware)
         target = in_slot.in_slot(slot, target, hardware)
         model = load(target, resolved_attention(slot), resolved_dtype(slot, hardware), hardware)
         return TransformersEngine(model, target, slot.backend.batch_size)

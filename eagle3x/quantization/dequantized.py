@@ -13,7 +13,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eagle3x.quantization.stored import quantization_config
@@ -65,7 +65,7 @@ def load(target: Target, dtype: torch.dtype, attention: str, trust_remote_code: 
     return model.eval().requires_grad_(False)
 
 
-def _round_inputs_as_engines_do(layer: nn.Module) -> None:
+def _round_inputs_as_engines_do(layer: Any) -> None:
     """Where a layer's inputs are rounded to 8-bit integers token by token: with the engines' scale.
 
     The library's own forward, which rounds inputs too, is right for all other schemes.

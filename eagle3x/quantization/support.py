@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from eagle3x.progress import log
 from eagle3x.quantization import cpu, in_slot
 from eagle3x.quantization.stored import stored_scheme
 from eagle3x.types import ConfigError
@@ -48,7 +49,7 @@ TABLE: dict[tuple[str, str], dict[str, Row]] = {
         "fp8_online": NO_ONLINE_FP8, "nvfp4": Row(refused="transformers has no kernel for it; use vllm or sglang"),
     },
     ("vllm", "cpu"): {
-        "int8": Row("0.32.0"), "int4": Row("0.32.0"), "fp8": READ,
+        "int8": Row("0.32.0"), "int4": READ, "fp8": READ,
         "fp8_online": NO_ONLINE_FP8, "nvfp4": NO_NVFP4,
     },
     ("vllm", "cuda"): {"int8": READ, "int4": READ, "fp8": READ, "fp8_online": READ, "nvfp4": READ},
@@ -75,7 +76,8 @@ def refusals(engine: str, slot: Slot, target: Target, hardware: Hardware) -> lis
         return [str(error)]
 
 
-def never_ran(engine: str, slot: Slot, hardware: Hardware) -> bool:
-    """Whether the slot's scheme goes on with a warning."""
+def warn(engine: str, slot: Slot, hardware: Hardware) -> None:
+    """Say it if nobody has run the slot's scheme there."""
     scheme = slot.quantization.scheme
-    return scheme != "none" and TABLE[engine, hardware.device][scheme].ran is None
+    if scheme != "none" and TABLE[engine, hardware.device][scheme].ran is None:
+        log(f"quantization={scheme}: never run by eagle3x with {engine} on {hardware.device}; going on")

@@ -213,7 +213,10 @@ def test_what_a_cpu_says_of_itself(
     assert (cpu.sums_overflow(), cpu.has_avx512()) == (overflow, avx512)
 
 
-def test_what_never_ran_goes_on_with_a_warning() -> None:
-    assert support.never_ran("vllm", slot("int8"), CUDA)
-    assert not support.never_ran("vllm", slot("int8"), CPU)
-    assert not support.never_ran("sglang", slot("none"), CPU)
+def test_what_never_ran_goes_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "eagle3x")
+    support.warn("vllm", slot("int8"), CPU)
+    support.warn("sglang", slot("none"), CPU)
+    assert caplog.messages == []
+    support.warn("vllm", slot("int8"), CUDA)
+    assert caplog.messages == ["quantization=int8: never run by eagle3x with vllm on cuda; going on"]
