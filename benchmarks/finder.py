@@ -151,7 +151,7 @@ def main(drafter: Path, responses: Path, prompts: int, only: list[str], override
     late = tuple(b + 2 for b in right)
     boundaries = sorted({*boundaries_needed(right, target), *boundaries_needed(late, target)})
     job = Job(longest=max(len(t.token_ids) for t in texts), logs=Path("logs"))
-    with adapter("transformers").open(reference_slot(cfg.extract_slot), target, cfg.hardware, job) as engine:
+    with adapter("transformers").open(reference_slot(cfg.extract_slot, target), target, cfg.hardware, job) as engine:
         states = list(captured(engine, texts, boundaries))
     bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
     k = cfg.speculation.num_speculative_tokens

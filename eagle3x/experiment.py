@@ -17,6 +17,7 @@ from eagle3x.artifacts import Artifact, Store
 from eagle3x.composition import Cell
 from eagle3x.drafters import location
 from eagle3x.progress import log
+from eagle3x.quantization.stored import quantization_config, stored_as
 from eagle3x.types import ConfigError, EagleError
 
 REPORTED = ("diagnose", "report")
@@ -36,6 +37,8 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
     error: BaseException | None = None
     try:
         target = targets.resolve(cfg.target)
+        if quantization_config(target):
+            log(f"target {target.name}: stored as {stored_as(target)}")
         if "drafter" in pipeline.plan(cfg.stage, cfg):
             location.resolve(cfg.drafter)
         preflight.check_with_target(cfg, target)

@@ -13,6 +13,7 @@ from eagle3x.drafters import location
 from eagle3x.engines import adapter
 from eagle3x.fingerprint import fingerprint_directory
 from eagle3x.identity import identity_of
+from eagle3x.quantization import in_slot
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -59,8 +60,10 @@ def _identity(stage: str, node: str, cfg: Config, target: Target) -> Any:
                 return {"missing": str(error)}
         case "serve":
             return engine(cfg.serve_slot)
-        case "quantization" | "attention":
-            return identity_of(getattr(cfg, node))
+        case "quantization":
+            return {**identity_of(cfg.quantization), **in_slot.identity(cfg.extract_slot, target, cfg.hardware)}
+        case "attention":
+            return identity_of(cfg.attention)
         case "capture":
             # Two conventions that mean the same boundaries share their states.
             boundaries = trained_boundaries(cfg.target.aux_layer_ids, cfg.capture.offset, target.num_blocks)

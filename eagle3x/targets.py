@@ -86,12 +86,6 @@ class Target:
         return template
 
     @property
-    def quantization_config(self) -> dict[str, Any] | None:
-        """What config.json says of how the weights are quantized; None if they are not."""
-        config = _config(self.path)
-        return config.get("quantization_config") or _text_config(config).get("quantization_config")
-
-    @property
     def weight_map(self) -> dict[str, Path]:
         """Name of each stored tensor -> the safetensors file that holds it."""
         return _weight_map(self.path)
@@ -106,7 +100,7 @@ class Target:
         settings.pop("chat_template", None)
         template = _template(self.path)
         return {
-            "weights": fingerprint_files(_weight_files(self.path), self.path),
+            "weights": fingerprint_files(weight_files(self.path), self.path),
             "config": digest(config),
             "tokenizer": digest({"files": fingerprint_files(files, self.path), "settings": settings}),
             "template": None if template is None else digest(template),
@@ -219,7 +213,7 @@ def _directory(path: str) -> Path:
 def _read(path: Path, cfg: TargetConfig) -> Target:
     """Check the directory's files and read the facts."""
     config = _config(path)
-    _weight_files(path)
+    weight_files(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES[:4]):
         raise ConfigError(f"{path} has no tokenizer (tokenizer.json): save the target's tokenizer there")
     text = _text_config(config)
@@ -313,7 +307,7 @@ def _weight_map(path: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """The safetensors files of the checkpoint, sorted. ConfigError if there are none or one is missing."""
     if (path / "model.safetensors.index.json").is_file():
         files = sorted(set(_weight_map(path).values()))

@@ -31,6 +31,7 @@ from eagle3x.benchmark.statistics import (
 )
 from eagle3x.data.turns import conversations
 from eagle3x.diagnosis.serve_probe import serve_verdict
+from eagle3x.quantization.stored import ROUNDED_INPUTS
 from eagle3x.types import SpecCounters, total
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ CELL = "cell.json"
 SCHEMA_VERSION = 2
 NEAR_TIE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 """Top-2 logit gaps that rounding can turn over: four steps of the dtype at logits of 16 to 32 for the 16-bit ones."""
+ROUNDED_NEAR_TIE = 0.1
+"""The same where a layer's inputs are rounded to 8 bits: one that lies between two codes moved gaps by 0.06 (INT8)."""
 PREDICTED = "b"
 """The candidate that is predicted to be fed; the others are what replay would see if the layers were wrong."""
 
@@ -123,7 +126,7 @@ def _outputs(
     """Outputs with and without the drafter; None where the target was not served without it."""
     if not plain:
         return None
-    near_tie = NEAR_TIE[context["engine"]["dtype"]] if cfg.benchmark.near_tie is None else cfg.benchmark.near_tie
+    near_tie = _near_tie(context["engine"]) if cfg.benchmark.near_tie is None else cfg.benchmark.near_tie
     outputs = compare_outputs([r.completion for r in plain], [r.completion for r in served], near_tie)
     return {
         "requests": outputs.requests,
@@ -131,6 +134,11 @@ def _outputs(
         "lossy": len(outputs.lossy),
         "differences": [asdict(d) for d in outputs.differences],
     }
+
+
+def _near_tie(engine: Mapping[str, Any]) -> float:
+    own = NEAR_TIE[engine["dtype"]]
+    return max(own, ROUNDED_NEAR_TIE) if engine["quantization"] in ROUNDED_INPUTS else own
 
 
 def _tail(record: RequestRecord) -> int | None:

@@ -40,9 +40,11 @@ from eagle3x.diagnosis.planted import planted_in
 from eagle3x.diagnosis.serve_probe import candidates
 from eagle3x.drafters.export import Export, read_export
 from eagle3x.engines import adapter
-from eagle3x.engines.config import LOGS, Attention, Backend, Job, Quantization, Slot
+from eagle3x.engines.config import LOGS, Attention, Backend, Job, Slot
 from eagle3x.identity import request_seed
 from eagle3x.progress import log, track
+from eagle3x.quantization.in_slot import reference_quantization, reference_target
+from eagle3x.quantization.stored import ROUNDED_INPUTS
 from eagle3x.types import EagleError, Request, Response, TokenSample
 
 if TYPE_CHECKING:
@@ -83,7 +85,9 @@ def make(run: StageRun) -> dict[str, Any]:
         "topk": cfg.speculation.topk,
         "drafts": cfg.speculation.drafts,
         "engine": identity,
-        "exact": identity["dtype"] == "float32" and identity["device"] == "cpu",
+        "exact": identity["dtype"] == "float32"
+        and identity["device"] == "cpu"
+        and slot.quantization.scheme not in ROUNDED_INPUTS,
         "num_blocks": export.num_blocks,
         "trained": None if export.trained is None else list(export.trained),
         "predicted": list(fed.predicted),
@@ -147,14 +151,17 @@ def candidate_boundaries(
     return found
 
 
-def reference_slot(slot: Slot) -> Slot:
-    """The float32 transformers forward whose states replay reads, for a drafter served elsewhere."""
+def reference_slot(slot: Slot, target: Target) -> Slot:
+    """The float32 transformers forward whose states replay reads, for a drafter served elsewhere.
+
+    Of the target as it is quantized there: on the states of another, the drafter would write other drafts.
+    """
     backend = Backend(
         name="transformers", runner="auto", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1,
         batch_size=slot.backend.batch_size, engine_args={}, python=None, url=None, port=None,
         memory_fraction=slot.backend.memory_fraction, start_timeout=slot.backend.start_timeout,
     )  # fmt: skip
-    return Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
+    return Slot("extract", backend, reference_quantization(slot, target), Attention(name="auto"))
 
 
 def open_reference(slot: Slot, target: Target, hardware: Hardware, job: Job) -> AbstractContextManager[Captures]:
@@ -164,9 +171,10 @@ def open_reference(slot: Slot, target: Target, hardware: Hardware, job: Job) -> 
     from eagle3x.engines.transformers_model import device_of
 
     device = device_of(hardware)
-    if must_stream(target, device):
-        return nullcontext(StreamedTarget(target, device))
-    reference = reference_slot(slot)
+    stored = reference_target(slot, target, hardware)
+    if must_stream(stored, device):
+        return nullcontext(StreamedTarget(stored, device))
+    reference = reference_slot(slot, target)
     return adapter(reference.backend.name).open(reference, target, hardware, job)
 
 

@@ -14,6 +14,7 @@ from eagle3x.data.shards import Shards, ShardSpec, ShardWriter, estimate_bytes, 
 from eagle3x.diagnosis.planted import planted_in
 from eagle3x.engines.config import LOGS, Job
 from eagle3x.progress import log, track
+from eagle3x.quantization import in_slot
 from eagle3x.types import EagleError, HiddenStates, Response, Split, TokenSample
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def make(run: StageRun) -> dict[str, Any]:
     longest = max(kept, key=lambda r: len(r.token_ids))
     job = Job(len(longest.token_ids), run.work / LOGS)
     with adapter(slot.backend.name).open(slot, target, run.cfg.hardware, job) as engine:
-        verdict = probe_capture(engine, target, boundaries, longest.token_ids[: run.cfg.capture.probe_tokens])
+        reference = in_slot.reference_target(slot, target, run.cfg.hardware)
+        verdict = probe_capture(engine, reference, boundaries, longest.token_ids[: run.cfg.capture.probe_tokens])
         log(verdict.describe())
         if not verdict.matched:
             raise EagleError(
@@ -84,7 +86,8 @@ def _import(run: StageRun, source: Path, responses: Sequence[Response], boundari
     from eagle3x.data.leaks import HeldOut
 
     dump = Dump(source, run.target.hidden_size)
-    verdict = probed(dump, run.target, boundaries, run.cfg.capture.probe_tokens)
+    of = in_slot.reference_target(run.slot("extract"), run.target, run.cfg.hardware)
+    verdict = probed(dump, of, boundaries, run.cfg.capture.probe_tokens)
     texts = [r for r in responses if r.split == "train"]
     asked = [r.token_ids[: r.prompt_tokens] for r in responses if r.split != "train"]
     evaluation = [p for p in read_prompts(run.inputs["prompts"].path) if p.split == "eval"]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle3x.engines.captured import available_memory
+from eagle3x.quantization import dequantized
+from eagle3x.quantization.stored import quantization_config
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -96,22 +98,12 @@ def must_stream(target: Target, device: torch.device = CPU) -> bool:
     with StoredWeights(target) as weights:
         needed = weights.elements() * torch.float32.itemsize
     free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    quantization = target.quantization_config or {}
-    return quantization.get("quant_method") in ONLY_STREAMED or needed > LOADED_WHOLE * free
+    return quantization_config(target).get("quant_method") in ONLY_STREAMED or needed > LOADED_WHOLE * free
 
 
 def reference_model(target: Target) -> PreTrainedModel:
-    """The target in float32, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        target.path,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=target.trust_remote_code,
-    ).eval()
+    """The target in float32, on the CPU; a quantized one as `quantization.dequantized` says."""
+    return dequantized.load(target, torch.float32, "eager", target.trust_remote_code)
 
 
 @torch.inference_mode()

@@ -29,6 +29,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from eagle3x.quantization.stored import quantization_config
 from eagle3x.targets import Target
 from eagle3x.types import EagleError
 
@@ -57,7 +58,7 @@ class StoredWeights:
     def __init__(self, target: Target) -> None:
         """Opens the files; EagleError for a quantization that is not read here."""
         self._name = target.name
-        quantization = target.quantization_config
+        quantization = quantization_config(target) or None
         self._block = None if quantization is None else _block(target.name, quantization)
         self._rounds_inputs = quantization is not None and _rounds_inputs(target.name, quantization)
         self._files = ExitStack()

@@ -37,6 +37,7 @@ from eagle3x.diagnosis.reference import CPU, Reference, named
 from eagle3x.diagnosis.reference_cache import ReferenceCache
 from eagle3x.diagnosis.stored_weights import StoredWeights
 from eagle3x.progress import track
+from eagle3x.quantization.dequantized import rounded_tokens
 from eagle3x.types import EagleError, HiddenStates, TokenSample
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ class _Skeleton:
         for part in module.modules():
             stored = self._stored.get(f"{names[part]}.weight", [])
             if isinstance(part, nn.Linear) and any(map(self._weights.is_quantized, stored)):
-                part.register_forward_pre_hook(lambda _, args: (_rounded(args[0]), *args[1:]))
+                part.register_forward_pre_hook(lambda _, args: (rounded_tokens(args[0]), *args[1:]))
 
     def _compute_buffers(self, module: nn.Module) -> None:
         """Such as rotary frequencies: `_init_weights` is where transformers computes them."""
@@ -280,13 +281,6 @@ def _keep_outputs(block: Any, outputs: list[Tensor]) -> Any:
     if not hasattr(block, "mlp"):
         return None
     return block.mlp.register_forward_hook(lambda _module, _args, output: outputs.append(_stream(output)))
-
-
-def _rounded(inputs: Tensor) -> Tensor:
-    """[B, T, I]: each token's inputs as multiples of a 127th of the largest (vLLM csrc/cpu/dnnl_kernels.cpp, SGLang
-    int8_kernel.py)."""
-    scale = inputs.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return (inputs / scale).round() * scale
 
 
 def _stream(output: Any) -> Tensor:

@@ -44,9 +44,12 @@ class Backend:
 
 @config
 class Quantization:
-    """How the target's weights are stored in this slot."""
+    """How the target's weights are stored in this slot: as its checkpoint is, or as they are rounded for this slot.
 
-    scheme: Literal["none", "fp8", "int8", "int4", "nvfp4"]
+    `fp8_online`: by the engine, while it loads an unquantized checkpoint.
+    """
+
+    scheme: Literal["none", "fp8", "int8", "int4", "nvfp4", "fp8_online"]
 
 
 @config

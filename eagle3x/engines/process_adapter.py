@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from eagle3x.engines import gpus, interpreter
 from eagle3x.engines.attached import Attach, AttachedServer, attached_refusals
-from eagle3x.engines.resolved import ENGINES, quantization_argument, resolved_dtype
+from eagle3x.engines.resolved import ENGINES, resolved_dtype
 from eagle3x.progress import log
+from eagle3x.quantization import in_slot, support
 from eagle3x.types import ConfigError
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class ProcessAdapter(ABC):
             "engine_args": slot.backend.engine_args,
             **self._own_identity(slot),
             **software,
+            **in_slot.identity(slot, target, hardware),
         }
 
     def refusals(self, slot: Slot, target: Target, hardware: Hardware) -> list[str]:
@@ -101,12 +103,12 @@ class ProcessAdapter(ABC):
         for check in (
             lambda: interpreter.find(self.name, backend.python, hardware.device),
             lambda: self._attention(slot, target, hardware, capability),
-            lambda: quantization_argument(slot, target, hardware),
         ):
             try:
                 check()
             except ConfigError as error:
                 reasons.append(str(error))
+        reasons += support.refusals(self.name, slot, target, hardware)
         devices = hardware.devices if hardware.device == "cuda" else None
         if devices is not None and len(devices) != backend.tensor_parallel:
             reasons.append(
@@ -142,4 +144,5 @@ class ProcessAdapter(ABC):
                 f"{ENGINES[self.name]} {found.version} was never tested with eagle3x on {hardware.device} ({known}"
                 " were); going on"
             )
-        return self.engine(self, slot, target, hardware, job, found)
+        support.warn(self.name, slot, hardware)
+        return self.engine(self, slot, in_slot.in_slot(slot, target, hardware), hardware, job, found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -16,6 +17,7 @@ from eagle3x.engines.known_answer_check import LONGEST, check_known_answer
 from eagle3x.engines.offline import OfflineEngine, OfflineStart
 from eagle3x.engines.resolved import ENGINES, both_fit
 from eagle3x.engines.servers import Servers
+from eagle3x.quantization.in_slot import NONE, ONLINE
 from eagle3x.types import Completion, EagleError, HiddenStates, LastNorm, Request, TokenSample
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ class ProcessEngine(ABC):
         if self.can_serve_both:
             self._servers.prepare(drafter, speculation)  # while the known-answer pair is served
         if speculation is not None and not self._passed:
-            check_known_answer(self._identity(self._target), speculation, self._serve_known)
+            check_known_answer(self._pair_identity(), speculation, self._serve_known)
             self._passed = True
         return self._servers.lend(drafter, speculation)
 
@@ -130,6 +132,11 @@ class ProcessEngine(ABC):
 
     def _identity(self, target: Target) -> dict[str, Any]:
         return self._adapter.identity(self._slot, target, self._hardware)
+
+    def _pair_identity(self) -> dict[str, Any]:
+        """Of the server for the known-answer pair: not quantized, unless the engine quantizes whatever it loads."""
+        quantization = self._slot.quantization if self._slot.quantization.scheme == ONLINE else NONE
+        return self._adapter.identity(replace(self._slot, quantization=quantization), self._target, self._hardware)
 
     def _log(self, what: str) -> Path:
         return self._job.logs / f"{self._adapter.name}-{what}.log"

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.engines.gpus import gpu_memory_bytes
-from eagle3x.types import ConfigError
+from eagle3x.quantization.in_slot import ONLINE
+from eagle3x.quantization.stored import quantization_config
 
 if TYPE_CHECKING:
     from eagle3x.config import Hardware
@@ -36,63 +37,15 @@ def resolved_dtype(slot: Slot, hardware: Hardware) -> str:
     return "float32" if hardware.device == "cpu" else "bfloat16"
 
 
-def checkpoint_scheme(target: Target) -> str:
-    """How the target's weights are stored: `none`, or the scheme that its `quantization_config` names.
-
-    Raises:
-        ConfigError: a scheme that none of ours is.
-    """
-    found = config_of(target).get("quantization_config")
-    if not found:
-        return "none"
-    method = found.get("quant_method")
-    groups = [group.get("weights") or {} for group in (found.get("config_groups") or {}).values()]
-    kinds = {(weights.get("type"), weights.get("num_bits")) for weights in groups}
-    match method, sorted(kinds, key=str):
-        case "fp8", _:
-            return "fp8"
-        case "compressed-tensors", [("float", 8)]:
-            return "fp8"
-        case "compressed-tensors", [("int", 8)]:
-            return "int8"
-        case "compressed-tensors", [("int", 4)]:
-            return "int4"
-        case "compressed-tensors", [("float", 4)]:
-            return "nvfp4"
-        case (("gptq" | "awq"), _) if found.get("bits") in (4, 8):
-            return f"int{found['bits']}"
-        case _:
-            raise ConfigError(
-                f"target {target.name}: quantization_config {method} {sorted(kinds, key=str)} is not known"
-            )
+def quantization_argument(slot: Slot) -> str | None:
+    """The engine's `quantization`: "fp8" for weights rounded while loading; else the checkpoint says what it is."""
+    return "fp8" if slot.quantization.scheme == ONLINE else None
 
 
-def quantization_argument(slot: Slot, target: Target, hardware: Hardware) -> str | None:
-    """The engine's `quantization`: None where the checkpoint says it itself, "fp8" for weights quantized while loading.
-
-    Raises:
-        ConfigError: the checkpoint is not stored as the slot says, and the engine cannot make it so.
-    """
-    wanted, stored = slot.quantization.scheme, checkpoint_scheme(target)
-    if wanted == stored:
-        return None
-    if stored != "none":
-        raise ConfigError(
-            f"quantization={wanted}: target {target.name} is stored as {stored}; use quantization={stored}"
-        )
-    if wanted == "fp8" and hardware.device == "cuda":
-        return "fp8"
-    where = " on a CPU" if hardware.device == "cpu" else ""
-    raise ConfigError(
-        f"quantization={wanted}: target {target.name} is not quantized, and {ENGINES[slot.backend.name]} makes no"
-        f" {wanted} weights while loading{where}; give a {wanted} checkpoint as the target"
-    )
-
-
-def reported_quantization(slot: Slot, target: Target, hardware: Hardware) -> str | None:
+def reported_quantization(slot: Slot, target: Target) -> str | None:
     """What the engine calls the quantization that it then runs; None: it has none."""
-    stored = config_of(target).get("quantization_config")
-    return stored["quant_method"] if stored else quantization_argument(slot, target, hardware)
+    stored = quantization_config(target)
+    return stored["quant_method"] if stored else quantization_argument(slot)
 
 
 def both_fit(slot: Slot, target: Target, hardware: Hardware) -> bool:

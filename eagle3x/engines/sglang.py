@@ -73,7 +73,7 @@ class SglangEngine(ProcessEngine):
     def _honoured(
         self, identity: dict[str, Any], start: OfflineStart, report: dict[str, Any]
     ) -> dict[str, tuple[Any, Any]]:
-        quantization = reported_quantization(self._slot, self._target, self._hardware)
+        quantization = reported_quantization(self._slot, self._target)
         return compared(Asked(identity["version"], identity["attention"], quantization, start.arguments), report)
 
     def _start_server(
@@ -94,7 +94,7 @@ class SglangEngine(ProcessEngine):
             self._environment(target),
             hardware.device,
             attention,
-            reported_quantization(slot, target, hardware),
+            reported_quantization(slot, target),
             log,
             slot.backend.start_timeout,
             slot.backend.port,

@@ -128,7 +128,7 @@ def arguments(slot: Slot, target: Target, hardware: Hardware, attention: str, lo
         **attention_arguments(attention, hardware),
         **capacity(backend.batch_size, longest + MARGIN, BATCH_TOKENS[hardware.device]),
     }
-    if (quantization := quantization_argument(slot, target, hardware)) is not None:
+    if (quantization := quantization_argument(slot)) is not None:
         shared["quantization"] = quantization
     if hardware.device == "cpu":
         # A scheduler without work polls on a core of its own, and a plain server waits beside the speculating one.

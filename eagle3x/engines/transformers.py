@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from eagle3x.engines.base import chains_only
 from eagle3x.engines.gpus import compute_capability
+from eagle3x.quantization import in_slot, support
 from eagle3x.types import Completion, EagleError, HiddenStates, Request, TokenSample
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class TransformersAdapter:
             "batch_invariant": False,
             "chunked_prefill": False,
             "prefix_cache": False,
+            **in_slot.identity(slot, target, hardware),
         }
 
     def refusals(self, slot: Slot, target: Target, hardware: Hardware) -> list[str]:
@@ -84,11 +86,7 @@ class TransformersAdapter:
                 version(package)
             except PackageNotFoundError:
                 reasons.append(f"the package {package} is not installed: pip install {package}")
-        if slot.quantization.scheme != "none":
-            reasons.append(
-                f"quantization={slot.quantization.scheme}: the transformers engine runs unquantized targets only;"
-                " use quantization=none"
-            )
+        reasons += support.refusals(self.name, slot, target, hardware)
         if slot.attention.name not in ATTENTION:
             reasons.append(
                 f"attention={slot.attention.name}: the transformers engine has {', '.join(ATTENTION[:-1])}"
@@ -147,6 +145,8 @@ class TransformersAdapter:
         """
         from eagle3x.engines.transformers_model import load
 
+        support.warn(self.name, slot, hardware)
+        target = in_slot.in_slot(slot, target, hardware)
         model = load(target, resolved_attention(slot), resolved_dtype(slot, hardware), hardware)
         return TransformersEngine(model, target, slot.backend.batch_size)
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eagle3x.engines.transformers_cache import SlotCache
+from eagle3x.quantization import dequantized
 from eagle3x.types import EagleError
 
 if TYPE_CHECKING:
@@ -141,23 +142,9 @@ def load(target: Target, attention: str, dtype: str, hardware: Hardware) -> Targ
         torch.set_num_threads(hardware.threads)
     device = device_of(hardware)
     transformers_logging.disable_progress_bar()  # one bar per 100 tensors says nothing of the work at hand
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            target.path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=GROUPED_SDPA if attention == "sdpa" else attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise EagleError(f"target {target.name} in {target.path} cannot be loaded: {error}") from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise EagleError(f"target {target.name} in {target.path} lacks weights: {', '.join(missing[:5])}")
-    model = model.to(device).eval().requires_grad_(False)
-    return checked(model, attention, target.name)
+    implementation = GROUPED_SDPA if attention == "sdpa" else attention
+    model: Any = dequantized.load(target, getattr(torch, dtype), implementation)
+    return checked(model.to(device), attention, target.name)
 
 
 @torch.inference_mode()

@@ -74,7 +74,7 @@ class VllmEngine(ProcessEngine):
             "attention": [identity["attention"]],
             "runner": identity["runner"],
             "dtype": identity["dtype"],
-            "quantization": reported_quantization(self._slot, self._target, self._hardware),
+            "quantization": reported_quantization(self._slot, self._target),
             "kv_cache_dtype": identity["kv_cache_dtype"],  # a checkpoint can ask for 8 bits, and vLLM then obeys it
         }
         as_the_model = report["kv_cache_dtype"] == identity["dtype"] and identity["kv_cache_dtype"] == "auto"
@@ -105,7 +105,7 @@ class VllmEngine(ProcessEngine):
             hardware.device,
             identity["runner"],
             identity["attention"],
-            reported_quantization(slot, target, hardware),
+            reported_quantization(slot, target),
             log,
             slot.backend.start_timeout,
             slot.backend.port,

@@ -94,7 +94,7 @@ def arguments(slot: Slot, target: Target, hardware: Hardware, attention: str, lo
         "trust_remote_code": target.trust_remote_code,
         "seed": 0,
     }
-    if (quantization := quantization_argument(slot, target, hardware)) is not None:
+    if (quantization := quantization_argument(slot)) is not None:
         shared["quantization"] = quantization
     if hardware.device == "cpu":
         shared["enforce_eager"] = True  # compiling takes longer than a small target's whole work

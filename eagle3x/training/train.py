@@ -32,6 +32,7 @@ from eagle3x.drafters.eagle3 import Eagle3
 from eagle3x.drafters.losses import Teacher
 from eagle3x.drafters.warm_start import random_start, warm_start
 from eagle3x.progress import log, track
+from eagle3x.quantization import in_slot
 from eagle3x.training.datamodule import DraftData
 from eagle3x.training.module import DraftModule
 from eagle3x.training.packing import keep_rows
@@ -159,7 +160,9 @@ def _architecture(cfg: Drafter, target: Target, num_aux: int) -> Architecture:
 
 
 def _train(run: StageRun) -> dict[str, Any]:
-    cfg, target, work = run.cfg, run.target, run.work
+    cfg, work = run.cfg, run.work
+    # Whose head and final norm make a distribution of the states.
+    target = in_slot.in_slot(run.slot("extract"), run.target, cfg.hardware)
     if reasons := cfg.train.refusals(cfg.hardware.device, target.head_dim):
         raise EagleError("; ".join(reasons))
     if cfg.hardware.threads is not None:

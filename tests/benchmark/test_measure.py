@@ -300,10 +300,13 @@ def test_a_reference_that_does_not_fit_is_streamed(
     assert found[0].last_norm == found[1].last_norm
 
 
-def test_the_reference_is_float32_and_unquantized() -> None:
-    quantized = replace(SLOT, backend=replace(SLOT.backend, name="vllm"), quantization=Quantization(scheme="int4"))
-    slot = reference_slot(quantized)
-    assert (slot.backend.name, slot.backend.dtype, slot.quantization.scheme) == ("transformers", "float32", "none")
+def test_the_reference_is_float32_and_quantized_as_what_is_served(tiny_target: Target) -> None:
+    """Else a drafter that reads quantized states would be replayed on others, and no fault be found."""
+    served = replace(SLOT, backend=replace(SLOT.backend, name="vllm"), quantization=Quantization(scheme="int4"))
+    slot = reference_slot(served, tiny_target)
+    assert (slot.backend.name, slot.backend.dtype, slot.quantization.scheme) == ("transformers", "float32", "int4")
+    attached = replace(served, backend=replace(served.backend, url="http://127.0.0.1:1"))
+    assert reference_slot(attached, tiny_target).quantization.scheme == "none"  # nobody knows what it serves
 
 
 def test_a_drafter_served_elsewhere_is_replayed_on_the_reference(

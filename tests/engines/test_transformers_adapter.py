@@ -58,7 +58,7 @@ def test_cuda_is_bfloat16_and_names_its_compute_capability(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (slot(quantization="int8"), ("quantization=int8", "quantization=none")),
+        (slot(quantization="nvfp4"), ("quantization=nvfp4", "use quantization=int4")),
         (slot("flashinfer"), ("attention=flashinfer", "sdpa and eager")),
         (slot(kv_cache_dtype="fp8"), ("kv_cache_dtype=fp8", "use auto")),
         (slot(tensor_parallel=2), ("tensor_parallel=2", "use 1")),
@@ -75,7 +75,7 @@ def test_refusals_say_what_would_be_right(tiny_target: Target, changed: Slot, wo
 
 
 def test_every_reason_is_given_at_once(tiny_target: Target) -> None:
-    assert len(adapter("transformers").refusals(slot("fa3", "fp8", tensor_parallel=2), tiny_target, CPU)) == 3
+    assert len(adapter("transformers").refusals(slot("fa3", "nvfp4", tensor_parallel=2), tiny_target, CPU)) == 3
 
 
 def test_nothing_to_refuse(tiny_target: Target) -> None:

@@ -16,12 +16,12 @@ from eagle3x.engines import adapter, gpus, interpreter
 from eagle3x.engines.base import DrafterPlan
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.engines.interpreter import EngineInterpreter
-from eagle3x.engines.resolved import checkpoint_scheme, kv_bytes_per_token, reported_quantization
+from eagle3x.engines.resolved import kv_bytes_per_token, reported_quantization
 from eagle3x.engines.vllm import VllmAdapter
 from eagle3x.engines.vllm_arguments import arguments, cpu_cache_gib, environment, resolved_attention
 from eagle3x.engines.vllm_serve import capacity
+from eagle3x.quantization.stored import stored_scheme
 from eagle3x.targets import Target
-from eagle3x.types import ConfigError
 
 CPU = Hardware(device="cpu", threads=None, devices=None)
 CUDA = Hardware(device="cuda", threads=None, devices=None)
@@ -99,8 +99,8 @@ def test_what_runs_on_a_cpu_is_not_refused(tiny_target: Target) -> None:
     [
         (slot(attention="triton"), "silently falls back"),
         (slot(attention="eager"), "silently falls back"),
-        (slot(quantization="fp8"), "vLLM makes no fp8 weights while loading on a CPU"),
-        (slot(quantization="int8"), "give a int8 checkpoint"),
+        (slot(quantization="fp8_online"), "on a GPU; use quantization=fp8"),
+        (slot(quantization="nvfp4"), "have kernels on GPUs alone; use quantization=int4"),
         (slot(tensor_parallel=2), "use 1"),
         (slot(kv_cache_dtype="fp8"), "captures states with"),
         (slot(engine_args={"max-model-len": 5, "speculative_config": {}}), "max_model_len, speculative_config are"),
@@ -155,17 +155,19 @@ def test_devices_must_be_as_many_as_ranks(tiny_target: Target) -> None:
 
 @pytest.mark.usefixtures("on_gpu")
 def test_quantization_is_the_checkpoints_or_fp8_while_loading(tiny_target: Target, tmp_path: Path) -> None:
-    assert arguments(slot(quantization="fp8"), tiny_target, CUDA, "FLASH_ATTN", 64)["quantization"] == "fp8"
-    assert "quantization" not in arguments(slot(), tiny_target, CUDA, "FLASH_ATTN", 64)
+    online = slot(quantization="fp8_online")
+    assert arguments(online, tiny_target, CUDA, "FLASH_ATTN", 64)["quantization"] == "fp8"
+    assert reported_quantization(online, tiny_target) == "fp8"
+    for plain in (slot(), slot(quantization="int8")):  # the directory says the rest
+        assert "quantization" not in arguments(plain, tiny_target, CUDA, "FLASH_ATTN", 64)
+        assert reported_quantization(plain, tiny_target) is None
     for scheme, described in (("int8", INT8), ("int4", INT4)):
         target = quantized(tiny_target, tmp_path / scheme, described)
-        assert checkpoint_scheme(target) == scheme
+        assert stored_scheme(target) == scheme
         assert VllmAdapter().refusals(slot(quantization=scheme), target, CUDA) == []
-        assert reported_quantization(slot(quantization=scheme), target, CUDA) == "compressed-tensors"
+        assert reported_quantization(slot(quantization=scheme), target) == "compressed-tensors"
         (reason,) = VllmAdapter().refusals(slot(), target, CUDA)
         assert f"use quantization={scheme}" in reason
-    with pytest.raises(ConfigError, match="is not known"):
-        checkpoint_scheme(quantized(tiny_target, tmp_path / "odd", {"quant_method": "odd"}))
 
 
 def test_a_target_with_latent_attention_has_backends_of_its_own(tiny_target: Target, tmp_path: Path) -> None:
