@@ -121,6 +121,8 @@ def needs(name: str, cfg: Config) -> tuple[str, ...]:
     """The stages that `name` reads. A pretrained drafter needs no states; a dump may hold what eval prompts ask."""
     if name == "drafter" and cfg.drafter.source == "pretrained":
         return ()
+    if name == "diagnose" and cfg.drafter.source == "custom":
+        return (*STAGES[name].needs, "hidden_states")
     if name == "hidden_states" and cfg.hidden_states.source is not None:
         return (*STAGES[name].needs, "prompts")
     return STAGES[name].needs

@@ -8,35 +8,33 @@ logs/             of the engines that captured states
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from eagle3x.benchmark.cell import ACCEPTANCE, CELL
-from eagle3x.benchmark.measure import TEXTS, spread
-from eagle3x.benchmark.records import counters_of, read_batches, read_lines, requests
-from eagle3x.benchmark.statistics import Bootstrap
+from eagle3x.benchmark.bootstrap import Bootstrap, Interval
+from eagle3x.benchmark.measure import spread
 from eagle3x.capture import reader_of
 from eagle3x.data.records import read_responses
-from eagle3x.diagnosis.captured_text import Text, captured
+from eagle3x.diagnosis.captured_text import CapturedText, Text, captured
 from eagle3x.diagnosis.conditions import Condition, replay_all
 from eagle3x.diagnosis.corrected import corrected
+from eagle3x.diagnosis.drift import cost, drift
 from eagle3x.diagnosis.evidence import Evidence, SlotDifference, causes, finder_causes, header
-from eagle3x.diagnosis.export_changes import Change, changes
 from eagle3x.diagnosis.finder import find
 from eagle3x.diagnosis.found import Found
 from eagle3x.diagnosis.hypotheses import boundaries_needed
+from eagle3x.diagnosis.inputs import Loaded, Served, eval_text, load, served_by
 from eagle3x.diagnosis.ladder import Rung, climb
 from eagle3x.diagnosis.offset_quantization import OffsetQuantization, two_by_two
+from eagle3x.diagnosis.outlook import train_gap, worth
 from eagle3x.drafters import checkpoint
-from eagle3x.drafters.export import CHECKPOINT, Export, Fed, read_export
+from eagle3x.drafters.export import Export, Fed, read_export
 from eagle3x.engines import adapter
 from eagle3x.engines.config import LOGS, Job, Slot
 from eagle3x.progress import log, track
-from eagle3x.types import EagleError, Response, SpecCounters
+from eagle3x.types import EagleError, SpecCounters
 
 if TYPE_CHECKING:
-    from eagle3x.drafters.eagle3 import Eagle3
-    from eagle3x.engines.base import Engine
     from eagle3x.pipeline import StageRun
 
 DIAGNOSIS, CORRECTED = "diagnosis.json", "corrected"
@@ -44,22 +42,17 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Served:
-    """What the benchmark left: the texts that the served target wrote, and the counters of each."""
+class Plain:
+    """What the extracting engine's states show.
 
-    texts: tuple[Text, ...]
-    counters: tuple[SpecCounters, ...]
-    cell: dict[str, Any]
+    claimed: the boundaries that the drafter was trained on, as far as anybody knows or replay shows. counters: by
+    condition, in the order of the texts. kept: the first eval texts, with states of the boundaries around those.
+    """
 
-
-@dataclass(frozen=True)
-class Loaded:
-    """The drafter as trained (None for one from elsewhere) and as served; why the served one cannot be loaded."""
-
-    trained: Eagle3 | None
-    served: Eagle3 | None
-    unloadable: str | None
-    changes: tuple[Change, ...]
+    claimed: tuple[int, ...]
+    counters: dict[str, tuple[SpecCounters, ...]]
+    found: Found | None
+    kept: tuple[CapturedText, ...]
 
 
 def make(run: StageRun) -> dict[str, Any]:
@@ -77,12 +70,13 @@ def make(run: StageRun) -> dict[str, Any]:
     fed = export.fed(reader_of(identity, target.model_class))
     responses = read_responses(run.inputs["responses"].path, "eval")
     chosen = spread(responses, [r.category for r in responses], cfg.benchmark.max_prompts)
-    served, not_served = _served(run, chosen)
-    texts = tuple(_eval_text(r, k) for r in chosen)
-    loaded = _load(run, export)
+    served, not_served = served_by(run, chosen)
+    texts = tuple(eval_text(r, k) for r in chosen)
+    loaded = load(run, export)
 
-    claimed, plain, found_by_replay = _plain(run, loaded, export, fed, texts, served)
-    own, not_captured = _own(run, loaded, fed, claimed, plain, served)
+    states = _plain(run, loaded, export, fed, texts, served, bootstrap)
+    claimed, plain, found_by_replay = states.claimed, states.counters, states.found
+    own, not_captured, drifted = _own(run, loaded, fed, states, served, bootstrap)
     rungs = _rungs(loaded, plain, own, served, not_served, not_captured, claimed, fed, run)
     ladder = climb(rungs, [t.id for t in texts], bootstrap)
     grid = _grid(plain, own, claimed, fed, served, bootstrap)
@@ -100,6 +94,7 @@ def make(run: StageRun) -> dict[str, Any]:
         finder=() if found_by_replay is None else finder_causes(found_by_replay),
         longest=max(len(t.token_ids) for t in (served.texts if served else texts)),
         break_even=_break_even(served),
+        gap=_gap(run, loaded, bootstrap),
     )
     found = causes(evidence)
     record = {
@@ -112,6 +107,9 @@ def make(run: StageRun) -> dict[str, Any]:
         "slots": [vars(difference) for difference in evidence.slots],
         "break_even": evidence.break_even,
         "causes": [cause.as_dict() for cause in found],
+        "drift": drifted,
+        "train_gap": None if evidence.gap is None else asdict(evidence.gap),
+        "estimate": _estimate(run, loaded, states, served, bootstrap),
         "finder": None if found_by_replay is None else found_by_replay.as_dict(),
     }
     if found_by_replay is not None and found_by_replay.named:
@@ -120,48 +118,6 @@ def make(run: StageRun) -> dict[str, Any]:
     for cause in found:
         log(f"diagnosis: {cause.kind} ({cause.rung}): {cause.sentence}; {cause.as_dict()['repair']}")
     return {"causes": [cause.kind for cause in found], "broken": [step.rung for step in ladder.broken]}
-
-
-def _eval_text(response: Response, k: int) -> Text:
-    tokens = response.token_ids[: response.prompt_tokens + response.response_tokens + k]
-    return Text(response.id, tokens, response.prompt_tokens, response.response_tokens)
-
-
-def _served(run: StageRun, chosen: list[Response]) -> tuple[Served | None, str | None]:
-    """What the benchmark measured, in the order of `chosen`; or why there is nothing."""
-    if "benchmark" not in run.inputs:
-        return None, run.failed["benchmark"]
-    directory = run.inputs["benchmark"].path
-    records = {r.id: r for r in requests(read_batches(directory / ACCEPTANCE))}
-    further = {line["id"]: line for line in read_lines(directory / TEXTS)}
-    if not further:
-        return None, "trees are not replayed: a rung would compare a tree with a chain; use speculation=chain"
-    if set(records) != {r.id for r in chosen}:
-        raise EagleError("the benchmark asked other prompts than the eval text has")
-    texts = []
-    for response in chosen:
-        record, line = records[response.id], further[response.id]
-        output = record.completion.token_ids
-        tokens = (*line["prompt_ids"], *output, *line["further"])
-        texts.append(Text(response.id, tuple(tokens), len(line["prompt_ids"]), len(output)))
-    cell = json.loads((directory / CELL).read_text(encoding="utf-8"))
-    return Served(tuple(texts), tuple(counters_of(records[r.id]) for r in chosen), cell), None
-
-
-def _load(run: StageRun, export: Export) -> Loaded:
-    trained = None
-    found: list[Change] = []
-    source = run.inputs["drafter"].path / CHECKPOINT
-    if run.cfg.drafter.source == "custom":
-        trained = checkpoint.load(source, run.target).eval().requires_grad_(False)
-    try:
-        published = checkpoint.read(export.directory)
-        served = checkpoint.module(published, run.target).eval().requires_grad_(False)
-    except EagleError as error:
-        return Loaded(trained, None, str(error), ())
-    if trained is not None:
-        found = changes(checkpoint.read(source), published, run.target)
-    return Loaded(trained, served, None, tuple(found))
 
 
 def _shifted(run: StageRun, claimed: tuple[int, ...], fed: Fed) -> tuple[int, ...] | None:
@@ -174,23 +130,34 @@ def _shifted(run: StageRun, claimed: tuple[int, ...], fed: Fed) -> tuple[int, ..
 
 
 def _plain(
-    run: StageRun, loaded: Loaded, export: Export, fed: Fed, texts: tuple[Text, ...], served: Served | None
-) -> tuple[tuple[int, ...], dict[str, tuple[SpecCounters, ...]], Found | None]:
-    """Replays on the extracting engine's states, of the eval text and of the served text, and what the finder found.
-
-    The first value: the boundaries that the drafter was trained on, as far as anybody knows or replay shows.
-    """
-    k = run.cfg.speculation.num_speculative_tokens
+    run: StageRun,
+    loaded: Loaded,
+    export: Export,
+    fed: Fed,
+    texts: tuple[Text, ...],
+    served: Served | None,
+    bootstrap: Bootstrap,
+) -> Plain:
+    """Replays on the extracting engine's states, of the eval text and of the served text, and what the finder found."""
+    diagnose, k = run.cfg.diagnose, run.cfg.speculation.num_speculative_tokens
     with _open(run, run.slot("extract"), (*texts, *(served.texts if served else ()))) as engine:
-        found = _find(run, engine, export, texts)
+        needed = boundaries_needed(export.trained or fed.predicted, run.target)
+        first = texts[: max(diagnose.finder_prompts, diagnose.drift_prompts)]
+        kept = [s for part in track([first] if first else [], "states", 1) for s in captured(engine, part, needed)]
+        found = None
+        if diagnose.finder_prompts:
+            published = checkpoint.read(export.directory)
+            some = kept[: diagnose.finder_prompts]
+            found = find(published, run.target, some, export.trained, k, bootstrap)
+            log(f"finder: {found.sentence}")
         claimed = export.trained or fed.predicted or (found and found.boundaries)
         if claimed is None:
             raise EagleError(f"nobody knows which boundaries the drafter reads, and it cannot be served: {fed.refused}")
         kept_alike = loaded.trained is not None and loaded.served is not None and not loaded.changes
-        first = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
+        conditions = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
         if loaded.served is not None and not kept_alike:
-            first.append(Condition("exported", loaded.served, claimed))
-        counters = replay_all(engine, texts, first, k, "ladder: eval text")
+            conditions.append(Condition("exported", loaded.served, claimed))
+        counters = replay_all(engine, texts, conditions, k, "ladder: eval text")
         if kept_alike:  # the same weights, read the same way
             counters["exported"] = counters["trained"]
         if served is not None and loaded.served is not None:
@@ -202,22 +169,7 @@ def _plain(
             if (shifted := _shifted(run, claimed, fed)) is not None:
                 conditions.append(Condition("shifted_plain", loaded.served, shifted))
             counters |= replay_all(engine, served.texts, conditions, k, "ladder: served text")
-    return claimed, counters, found
-
-
-def _find(run: StageRun, engine: Engine, export: Export, texts: tuple[Text, ...]) -> Found | None:
-    """Other readings of the served checkpoint, on the first eval texts; None if that is not asked for."""
-    prompts = run.cfg.diagnose.finder_prompts
-    if not prompts:
-        return None
-    needed = boundaries_needed(export.trained, run.target)
-    states = [s for part in track([texts[:prompts]], "finder: states", 1) for s in captured(engine, part, needed)]
-    cfg = run.cfg
-    bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
-    published = checkpoint.read(export.directory)
-    found = find(published, run.target, states, export.trained, cfg.speculation.num_speculative_tokens, bootstrap)
-    log(f"finder: {found.sentence}")
-    return found
+    return Plain(claimed, counters, found, tuple(kept))
 
 
 def _corrected(run: StageRun, export: Export, found: Found) -> dict[str, Any]:
@@ -232,38 +184,40 @@ def _corrected(run: StageRun, export: Export, found: Found) -> dict[str, Any]:
 
 
 def _own(
-    run: StageRun,
-    loaded: Loaded,
-    fed: Fed,
-    claimed: tuple[int, ...],
-    plain: dict[str, tuple[SpecCounters, ...]],
-    served: Served | None,
-) -> tuple[dict[str, tuple[SpecCounters, ...]], str | None]:
-    """Replays of the served text on the serving engine's own states; or why there are none."""
-    extract, slot = run.slot("extract"), run.slot("serve")
+    run: StageRun, loaded: Loaded, fed: Fed, plain: Plain, served: Served | None, bootstrap: Bootstrap
+) -> tuple[dict[str, tuple[SpecCounters, ...]], str | None, dict[str, Any] | None]:
+    """Replays of the served text on the serving engine's own states, or why there are none; and how far they drifted
+    from those of the extracting engine."""
+    claimed, extract, slot = plain.claimed, run.slot("extract"), run.slot("serve")
     if loaded.served is None:
-        return {}, "the served checkpoint cannot be loaded"
+        return {}, "the served checkpoint cannot be loaded", None
     if served is None:
-        return {}, "there is no served text"
+        return {}, "there is no served text", None
     if fed.predicted is None:
-        return {}, fed.refused
+        return {}, fed.refused, None
     if len(fed.predicted) != len(claimed):
-        return {}, f"{len(fed.predicted)} boundaries are fed, the drafter reads {len(claimed)}"
+        return {}, f"{len(fed.predicted)} boundaries are fed, the drafter reads {len(claimed)}", None
     if slot.backend.url is not None:
-        return {}, "an attached server cannot be asked for its states; start the engine here (serve.backend.url=null)"
+        reason = "an attached server cannot be asked for its states; start the engine here (serve.backend.url=null)"
+        return {}, reason, None
     shifted = _shifted(run, claimed, fed)
     conditions = {"states": fed.predicted, "right_served": claimed, "shifted_served": shifted}
     if _same_states(run, extract, slot):
-        by_boundaries = {claimed: plain["responses"], shifted: plain.get("shifted_plain")}
-        return {
-            name: rows
-            for name, boundaries in conditions.items()
-            if boundaries is not None and (rows := by_boundaries.get(boundaries)) is not None
-        }, None
+        by_boundaries = {claimed: plain.counters["responses"], shifted: plain.counters.get("shifted_plain")}
+        found = {name: by_boundaries.get(b) for name, b in conditions.items() if b is not None}
+        return {name: rows for name, rows in found.items() if rows is not None}, None, None
     asked = [Condition(name, loaded.served, b) for name, b in conditions.items() if b is not None]
-    with _open(run, slot, served.texts) as engine:
-        k = run.cfg.speculation.num_speculative_tokens
-        return replay_all(engine, served.texts, asked, k, "ladder: the serving engine's states"), None
+    k, some = run.cfg.speculation.num_speculative_tokens, plain.kept[: run.cfg.diagnose.drift_prompts]
+    with _open(run, slot, (*served.texts, *(s.text for s in some))) as engine:
+        drifted = None
+        if some:
+            other = list(captured(engine, [s.text for s in some], claimed))
+            distance = drift(some, other)
+            drifted = {
+                "states": distance.as_dict(),
+                "cost": cost(loaded.served, some, other, distance, claimed, k, bootstrap).as_dict(),
+            }
+        return replay_all(engine, served.texts, asked, k, "ladder: the serving engine's states"), None, drifted
 
 
 def _same_states(run: StageRun, extract: Slot, serve: Slot) -> bool:
@@ -370,3 +324,23 @@ def _break_even(served: Served | None) -> float | None:
         return None
     first = next(iter(speedup.values()))
     return None if first["tau"] is None else first["tau"] / first["decode"]["value"]
+
+
+def _gap(run: StageRun, loaded: Loaded, bootstrap: Bootstrap) -> Interval | None:
+    """tau on held-out text - tau on train text, of a drafter that was trained here."""
+    if loaded.trained is None or "hidden_states" not in run.inputs:
+        return None
+    k = run.cfg.speculation.num_speculative_tokens
+    gap = train_gap(loaded.trained, run.inputs["hidden_states"].path, k, bootstrap)
+    return None if gap is None else gap.difference
+
+
+def _estimate(
+    run: StageRun, loaded: Loaded, plain: Plain, served: Served | None, bootstrap: Bootstrap
+) -> dict[str, Any] | None:
+    speedup = served.cell["speedup"] if served else None
+    if loaded.served is None or not speedup or len(plain.kept) < 2:
+        return None
+    k = run.cfg.speculation.num_speculative_tokens
+    found = worth(loaded.served, plain.kept, plain.claimed, k, speedup, bootstrap)
+    return None if found is None else found.as_dict()

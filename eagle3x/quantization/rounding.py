@@ -121,7 +121,8 @@ def rounded(weight: Tensor, scheme: QuantizationScheme, kind: str, narrow: bool 
     if narrow:
         scale = grouped.abs().amax(-1) / NARROW
     state = {"weight": exact, "weight_scale": scale.to(weight.dtype)}
-    return dict(BaseCompressor.get_value_from_registry(kind).compress(state, scheme))
+    packed = BaseCompressor.get_value_from_registry(kind).compress(state, scheme)
+    return {name: tensor for name, tensor in packed.items() if tensor is not None}
 
 
 def _scheme(preset: str, group_size: int | None) -> QuantizationScheme:
