@@ -106,7 +106,7 @@ def write(source: Path, scheme: str, directory: Path, narrow: bool = False) -> N
 
 
 def rounded(weight: Tensor, scheme: QuantizationScheme, kind: str, narrow: bool = False) -> dict[str, Tensor]:
-    """The tensors that take the place of a layer's weight [O, I].
+    """The tensors that take the place of a layer's weight [O, I]. narrow: of INT8 alone.
 
     The scale is rounded to the weight's own dtype before codes are chosen for it: no engine then changes it.
     """
@@ -119,7 +119,7 @@ def rounded(weight: Tensor, scheme: QuantizationScheme, kind: str, narrow: bool 
     grouped = exact.unflatten(-1, (-1, weights.group_size)) if weights.group_size else exact[:, None]
     scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), weights)
     if narrow:
-        scale = grouped.abs().amax(-1) / NARROW
+        scale *= 127.5 / NARROW
     state = {"weight": exact, "weight_scale": scale.to(weight.dtype)}
     packed = BaseCompressor.get_value_from_registry(kind).compress(state, scheme)
     return {name: tensor for name, tensor in packed.items() if tensor is not None}

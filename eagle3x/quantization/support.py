@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One engine, device and scheme. `ran`: the version in which a test runs it. `refused`: why it does not run, and
-    what does. Neither: its source has it, but nobody has run it here; it goes on with a warning."""
+    """One engine, device and scheme. `ran`: in this version, with the reference's states. `refused`: why it does not
+    run, and what does. Neither: its source has it, but nobody has run it here; it goes on with a warning."""
 
     ran: str | None = None
     refused: str | None = None
@@ -49,7 +49,7 @@ TABLE: dict[tuple[str, str], dict[str, Row]] = {
         "fp8_online": NO_ONLINE_FP8, "nvfp4": Row(refused="transformers has no kernel for it; use vllm or sglang"),
     },
     ("vllm", "cpu"): {
-        "int8": Row("0.32.0"), "int4": READ, "fp8": READ,
+        "int8": Row("0.32.0"), "int4": READ, "fp8": Row("0.32.0"),
         "fp8_online": NO_ONLINE_FP8, "nvfp4": NO_NVFP4,
     },
     ("vllm", "cuda"): {"int8": READ, "int4": READ, "fp8": READ, "fp8_online": READ, "nvfp4": READ},

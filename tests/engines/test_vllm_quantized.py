@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from eagle3x.benchmark.cell import ROUNDED_NEAR_TIE
 from eagle3x.config import Hardware, TargetConfig
 from eagle3x.diagnosis.probe import judge
 from eagle3x.diagnosis.reference import reference_states
@@ -35,7 +37,7 @@ def slot(scheme: str, name: str = "vllm") -> Slot:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory, write_target) -> Target:
+def wide(tmp_path_factory: pytest.TempPathFactory, write_target: Callable[..., None]) -> Target:
     """The tiny target with heads of 32, the smallest that vLLM has on a CPU."""
     path = tmp_path_factory.mktemp("targets") / "wide"
     write_target(path, head_dim=32)
@@ -48,16 +50,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory, write_target) -> Target:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_states_and_text_are_those_of_the_codes(scheme: str, wide: Target, tmp_path: Path) -> None:
+def test_states_are_those_of_the_codes(scheme: str, wide: Target, tmp_path: Path) -> None:
     """vLLM computes with the codes, the reference with what they stand for; the plain target is far from both."""
     if reasons := adapter("vllm").refusals(slot(scheme), wide, CPU):
         pytest.skip("; ".join(reasons))
-    requests = [
-        Request(f"{i}", SAMPLES[0].token_ids[i : 12 + i], 24, ignore_eos=True, top2_gaps=True) for i in range(6)
-    ]
     with adapter("vllm").open(slot(scheme), wide, CPU, Job(80, tmp_path)) as engine:
         captured = {states.id: states for states in engine.capture(SAMPLES, BOUNDARIES)}
-        text = {answer.id: answer for answer in engine.generate(requests)}
     rounded = reference_target(slot(scheme), wide, CPU)
     for sample in SAMPLES:
         states = captured[sample.id]
@@ -67,12 +65,21 @@ def test_states_and_text_are_those_of_the_codes(scheme: str, wide: Target, tmp_p
         assert verdict.matched, verdict.describe()
         for ours, theirs in zip((*verdict.columns, verdict.last), (*plain.columns, plain.last), strict=True):
             assert ours.error < 1e-5 < 1e-2 < theirs.error, verdict.describe()
-    with adapter("transformers").open(slot(scheme, "transformers"), wide, CPU, Job(80, tmp_path)) as engine:
+
+
+def test_text_is_that_of_the_codes(wide: Target, tmp_path: Path) -> None:
+    """Up to near-ties: a token's keys may have been computed in another batch, from inputs rounded to another code."""
+    prompt = SAMPLES[0].token_ids
+    requests = [Request(f"{i}", prompt[i : 12 + i], 24, ignore_eos=True, top2_gaps=True) for i in range(6)]
+    with adapter("vllm").open(slot("int8"), wide, CPU, Job(80, tmp_path)) as engine:
+        text = {answer.id: answer for answer in engine.generate(requests)}
+    with adapter("transformers").open(slot("int8", "transformers"), wide, CPU, Job(80, tmp_path)) as engine:
         expected = {answer.id: answer for answer in engine.generate(requests)}
+    same = 0
     for id_, answer in text.items():
-        gaps = expected[id_].top2_gaps
+        gaps, pairs = expected[id_].top2_gaps, zip(answer.token_ids, expected[id_].token_ids, strict=True)
         assert gaps is not None
-        differing = [
-            i for i, (a, b) in enumerate(zip(answer.token_ids, expected[id_].token_ids, strict=True)) if a != b
-        ]
-        assert not differing or gaps[differing[0]] < 1e-3, f"{id_} parts at token {differing[0]}, no near tie"
+        parts_at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        assert parts_at is None or gaps[parts_at] < ROUNDED_NEAR_TIE, f"{id_} parts at token {parts_at}: no near-tie"
+        same += len(gaps) if parts_at is None else parts_at
+    assert same > 6 * 24 / 2

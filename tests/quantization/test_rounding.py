@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -45,6 +46,15 @@ def test_int8_codes(tiny_target: Target, tmp_path: Path) -> None:
     assert float(made["weight_scale"][5]) == 0.5
     assert made["weight"][5, :7].tolist() == [127, -128, 0, -1, 10, -4, 0]
     assert float(made["weight_scale"][0]) == pytest.approx(1 / 127.5)
+
+
+def test_narrow_int8_codes() -> None:
+    """No code is above 64: 63.75 has it, at a scale of 0.99609375, and 5.2 is 5.22 of that. Zeros stay zeros."""
+    weight = row([63.75, -63.75, 5.2, -1.8], 0.0)
+    made = rounding.rounded(weight, preset_name_to_scheme("W8A8", ["Linear"]), "int-quantized", narrow=True)
+    assert float(made["weight_scale"][5]) == 0.99609375
+    assert made["weight"][5, :5].tolist() == [64, -64, 5, -2, 0]
+    assert not made["weight"][0].any()
 
 
 def test_int4_codes_and_how_they_are_packed(tiny_target: Target, tmp_path: Path) -> None:
