@@ -55,7 +55,7 @@ def show(found: Estimate, origin: str, console: Console) -> None:
     """The table, and what it rests on. origin: where tau is from."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for header in ("k", "batch", "τ", "step cost", "speed-up", "pays"):
-        table.add_column(header, no_wrap=True)
+        table.add_column(header, no_wrap=header != "pays")
     for row in found.rows:
         best = found.best[row.batch] == row.num_speculative_tokens
         cells = (str(row.num_speculative_tokens), str(row.batch), _figure(row.tau), _cost(row), _times(row.speedup))
@@ -153,7 +153,7 @@ def _figure(interval: Interval) -> str:
 
 
 def _cost(row: Row) -> str:
-    return f"{_figure(row.step_cost)}{'' if row.cost_measured else ' *'}"
+    return f"{_figure(row.step_cost)}{'' if row.cost_measured else '*'}"
 
 
 def _times(interval: Interval) -> str:
