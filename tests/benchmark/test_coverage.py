@@ -32,7 +32,7 @@ def truths(script: ModuleType) -> dict[str, tuple[object, float]]:
         ("survival at 3", 96, 800),
         ("alpha at 3", 96, 800),
         ("speed-up", 24, 800),
-        ("tokens per second", 24, 800),
+        ("tokens per second", 64, 800),
         ("paired difference of tau", 48, 800),
         ("gap of tau, n and 4 n prompts", 24, 800),
         ("tau over 3 seeds, spread 0.15", 24, 500),
