@@ -3,8 +3,8 @@
     python benchmarks/drafter_quality.py [overrides]
 
 tau is replayed on the target's greedy text of the held-out prompts, from states that the extraction wrote. Everybody
-walks the same text with the same number of drafts, so all comparisons are paired; intervals are clustered by prompt,
-over all seeds together. Prints Markdown.
+walks the same text with the same number of drafts, so all comparisons are paired by prompt and by seed; intervals are
+for other prompts and other seeds. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eagle3x.artifacts import Store
 from eagle3x.benchmark.bootstrap import Bootstrap
 from eagle3x.benchmark.degenerate import degenerate_from
 from eagle3x.benchmark.metrics import acceptance
-from eagle3x.benchmark.statistics import compare_tau, tau_interval
+from eagle3x.benchmark.seeds import compare_pooled, pool_tau
 from eagle3x.data.shards import Sample, Shards
 from eagle3x.diagnosis.replay import VerifyStep, counters, walk
 from eagle3x.drafters import checkpoint
@@ -43,6 +43,10 @@ class Contestant:
     name: str
     counters: Sequence[SpecCounters]
     note: str
+
+    def by_seed(self, rows: Sequence[int], samples: int) -> list[list[SpecCounters]]:
+        """Each seed's counters of the samples in `rows`."""
+        return [[self.counters[seed * samples + i] for i in rows] for seed in range(len(SEEDS))]
 
 
 class Bigrams:
@@ -119,24 +123,24 @@ def contestants(overrides: Sequence[str]) -> tuple[list[Contestant], list[Sample
 
 def table(everybody: Sequence[Contestant], held_out: Sequence[Sample], bootstrap: Bootstrap) -> str:
     """Markdown, over all prompts and without those whose text ends in a loop; says whether the requirement is met."""
-    prompts = [sample.id for sample in held_out] * len(SEEDS)
-    sound = [_loops(sample) is None for sample in held_out] * len(SEEDS)
+    everything = list(range(len(held_out)))
+    sound = [i for i in everything if _loops(held_out[i]) is None]
     lines = []
     met = True
-    for title, rows in (("all eval prompts", [True] * len(prompts)), ("without degenerate tails", sound)):
-        names = [p for p, keep in zip(prompts, rows, strict=True) if keep]
+    for title, rows in (("all eval prompts", everything), ("without degenerate tails", sound)):
+        names = [held_out[i].id for i in rows]
         lines += [
-            f"### {title} ({len(set(names))} prompts)", "",
+            f"### {title} ({len(names)} prompts)", "",
             "| drafter | tau | survival | trained - this |", "| --- | --- | --- | --- |",
         ]  # fmt: skip
-        ours = [c for c, keep in zip(everybody[0].counters, rows, strict=True) if keep]
+        ours = everybody[0].by_seed(rows, len(held_out))
         for one in everybody:
-            theirs = [c for c, keep in zip(one.counters, rows, strict=True) if keep]
-            tau = tau_interval(theirs, names, bootstrap)
-            survival = ", ".join(f"{s:.3f}" for s in acceptance(theirs).survival)
+            theirs = one.by_seed(rows, len(held_out))
+            tau = pool_tau(theirs, names, bootstrap).figure
+            survival = ", ".join(f"{s:.3f}" for s in acceptance([c for seed in theirs for c in seed]).survival)
             difference = ""
             if one is not everybody[0]:
-                paired = compare_tau(ours, theirs, names, bootstrap).difference
+                paired = compare_pooled(ours, theirs, names, bootstrap).figure
                 difference = f"{paired.value:+.3f} ({paired.low:+.3f} to {paired.high:+.3f})"
                 met = met and paired.low > 0
             else:

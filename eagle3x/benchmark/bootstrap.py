@@ -213,7 +213,7 @@ def _student(freedom: float) -> tuple[Array, Array]:
     """Angles a with t = sqrt(freedom) * tan(a), and P(|T| < t): the integral of cos(a)^(freedom - 1), scaled to 1."""
     if freedom < 1:
         raise ValueError(f"Student's t is not used with fewer than 1 degree of freedom: {freedom}")
-    angles = np.linspace(0, min(pi / 2, 40 / sqrt(freedom)), 40_001)
+    angles = np.linspace(0, min(pi / 2, 40 / sqrt(freedom)), 4_001)
     density = np.cos(angles) ** (freedom - 1)
     share = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
     return angles, share / share[-1]

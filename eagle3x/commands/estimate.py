@@ -55,7 +55,7 @@ def show(found: Estimate, origin: str, console: Console) -> None:
     """The table, and what it rests on. origin: where tau is from."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for header in ("k", "batch", "τ", "step cost", "speed-up", "pays"):
-        table.add_column(header, no_wrap=True)
+        table.add_column(header, no_wrap=header != "pays")
     for row in found.rows:
         best = found.best[row.batch] == row.num_speculative_tokens
         cells = (str(row.num_speculative_tokens), str(row.batch), _figure(row.tau), _cost(row), _times(row.speedup))
@@ -64,8 +64,7 @@ def show(found: Estimate, origin: str, console: Console) -> None:
     said = [f"k: drafts a step. τ: {origin}. It breaks even where it is the step cost."]
     said += [f"Step costs at batch {batch}, in plain steps: {source}." for batch, source in found.sources.items()]
     said += [f"{text[0].upper()}{text[1:]}." for text in found.assumptions]
-    for batch, k in found.best.items():
-        said.append(f"At batch {batch}: {'no k is worth a drafter' if k is None else f'k = {k} is best'}.")
+    said += [f"At batch {batch}: {_advice(found, batch, k)}." for batch, k in found.best.items()]
     for line in said:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -148,12 +147,19 @@ def _taus(args: EstimateArgs, cfg: Config, target: Target | None, store: Store) 
     return taus, f"drafter {found['drafter'].key} by replay of the {len(ids)} val texts, which chose its checkpoint"
 
 
+def _advice(found: Estimate, batch: int, k: int | None) -> str:
+    if k is None:
+        return "no k is worth a drafter"
+    best = next(row for row in found.rows if (row.batch, row.num_speculative_tokens) == (batch, k))
+    return f"k = {k} comes out best{'' if best.pays == 'yes' else '; whether it pays cannot be told'}"
+
+
 def _figure(interval: Interval) -> str:
     return figure(interval) if interval.low < interval.high else f"{interval.value:.2f}"
 
 
 def _cost(row: Row) -> str:
-    return f"{_figure(row.step_cost)}{'' if row.cost_measured else ' *'}"
+    return f"{_figure(row.step_cost)}{'' if row.cost_measured else '*'}"
 
 
 def _times(interval: Interval) -> str:

@@ -46,7 +46,7 @@ def test_by_hand_nothing_is_looked_up(cell: composition.Cell) -> None:
         ["2", "4", "1.90", "1.40", "1.36" + TIMES, "yes"],
         ["3", "4", "2.00", "1.50", "1.33" + TIMES, "yes"],
     ]
-    assert "At batch 4: k = 2 is best." in lines
+    assert "At batch 4: k = 2 comes out best." in lines
 
 
 @pytest.mark.parametrize("survival", [(0.3, 0.6), (), (1.5,)])
