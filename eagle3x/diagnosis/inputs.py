@@ -40,6 +40,7 @@ class Loaded:
 
 
 def eval_text(response: Response, k: int) -> Text:
+    """The response with k tokens past its stop, which is as far as k drafts reach."""
     tokens = response.token_ids[: response.prompt_tokens + response.response_tokens + k]
     return Text(response.id, tokens, response.prompt_tokens, response.response_tokens)
 
@@ -66,6 +67,7 @@ def served_by(run: StageRun, chosen: list[Response]) -> tuple[Served | None, str
 
 
 def load(run: StageRun, export: Export) -> Loaded:
+    """The drafter as trained, where it was trained here, and as exported, with what differs between the two."""
     trained = None
     found: list[Change] = []
     source = run.inputs["drafter"].path / CHECKPOINT

@@ -79,7 +79,7 @@ def diagnosis_tables(summary: Summary) -> list[Table]:
     """Causes first: what is wrong, and what to change."""
     found = diagnosed(summary)
     many = len(summary.cells) > 1
-    tables = [_causes(found, many), _ladder(found, many), _grid(found, many)]
+    tables = [_causes(found, many), _ladder(found, many), _grid(found, many), _worth(found, many)]
     return [table for table in tables if table.rows]
 
 
@@ -194,6 +194,32 @@ def _grid(found: Sequence[tuple[CellSummary, Mapping[str, Any]]], many: bool) ->
     headers = (*_cell_header(many), "boundaries", "τ, states as trained", "τ, states as served", "change by the states")
     note = "Offset and states of the served target apart, on identical text; below right is their interaction."
     return Table("grid", "Offset or quantization?", note, headers, tuple(rows))
+
+
+def _worth(found: Sequence[tuple[CellSummary, Mapping[str, Any]]], many: bool) -> Table:
+    rows = []
+    for cell, diagnosis in found:
+        estimated = diagnosis["estimate"]
+        for row in estimated["rows"] if estimated else ():
+            pays: Tone = "good" if row["pays"] == "yes" else "bad" if row["pays"] in ("no", "never") else "quiet"
+            best = estimated["best"][str(row["batch"])] == row["num_speculative_tokens"]
+            rows.append(
+                (
+                    *_label(cell, many),
+                    Entry(f"{row['num_speculative_tokens']}{' (best)' if best else ''}"),
+                    Entry(str(row["batch"])),
+                    _estimate(row["tau"], 3),
+                    _estimate(row["step_cost"]),
+                    _estimate(row["speedup"]),
+                    Entry(row["pays"], pays),
+                )
+            )
+    headers = (
+        *_cell_header(many), "drafts a step", "concurrency", "τ by replay", "break-even τ = step cost",
+        "decode speed-up", "pays",
+    )  # fmt: skip
+    note = "By replay on the kept prompts and the timing pass's step costs; one k was timed, the others lie on a line."
+    return Table("worth", "What it would be worth", note, headers, tuple(rows))
 
 
 def _label(cell: CellSummary, many: bool) -> tuple[Entry, ...]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from eagle3x.reporting.diagnosis import ladder_figure
+from eagle3x.reporting.diagnosis import diagnosed, ladder_figure
 from eagle3x.reporting.entries import Tone
 from eagle3x.reporting.figures import acceptance_figures
+from eagle3x.reporting.heat_map import drift_figure
 from eagle3x.reporting.run_figures import run_figures
 from eagle3x.reporting.summary import IdenticalOutputs, Measurement, Summary
 from eagle3x.reporting.tables import all_tables, match, rate
@@ -35,7 +36,9 @@ def html_report(summary: Summary) -> str:
     )  # fmt: skip
     first, _, rest = summary.headline.partition("; ")
     ladder = ladder_figure(summary)
+    drifts = {cell.label: found["drift"]["states"] for cell, found in diagnosed(summary) if found["drift"]}
     figures = [*([ladder] if ladder else []), *acceptance_figures(summary), *run_figures(summary)]
+    figures += [drift_figure(drifts)] if drifts else []
     figures.sort(key=lambda f: f.id == "categories")  # the tallest last, so that the columns end about level
     return environment.get_template("report.html").render(
         summary=summary,
