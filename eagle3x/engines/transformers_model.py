@@ -137,7 +137,8 @@ def load(target: Target, attention: str, dtype: str, hardware: Hardware) -> Targ
     device = torch.device("cpu") if hardware.device == "cpu" else torch.device("cuda", index)
     transformers_logging.disable_progress_bar()  # one bar per 100 tensors says nothing of the work at hand
     implementation = GROUPED_SDPA if attention == "sdpa" else attention
-    model = dequantized.load(target, getattr(torch, dtype), implementation).to(device)
+    model: Any = dequantized.load(target, getattr(torch, dtype), implementation)
+    model = model.to(device)
     return checked(model, attention, target.name)
 
 

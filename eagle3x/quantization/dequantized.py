@@ -45,7 +45,7 @@ def load(target: Target, dtype: torch.dtype, attention: str, trust_remote_code: 
             settings["config"] = config
         # The library draws two progress bars of its own.
         with contextlib.redirect_stderr(io.StringIO()) if found else contextlib.nullcontext():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 target.path,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -57,6 +57,7 @@ def load(target: Target, dtype: torch.dtype, attention: str, trust_remote_code: 
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise EagleError(f"target {target.name} in {target.path} cannot be loaded: {error}") from error
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise EagleError(f"target {target.name} in {target.path} lacks weights: {', '.join(missing[:5])}")
     for module in model.modules():
