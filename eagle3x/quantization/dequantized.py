@@ -58,6 +58,7 @@ def load(target: Target, dtype: torch.dtype, attention: str, trust_remote_code: 
             model, info = loaded
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise EagleError(f"target {target.name} in {target.path} cannot be loaded: {error}") from error
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise EagleError(f"target {target.name} in {target.path} lacks weights: {', '.join(missing[:5])}")
     for module in model.modules():

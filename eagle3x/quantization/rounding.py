@@ -120,9 +120,8 @@ def rounded(weight: Tensor, scheme: QuantizationScheme, kind: str, narrow: bool 
     scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), weights)
     if narrow:
         scale *= 127.5 / NARROW
-    state: Any = {"weight": exact, "weight_scale": scale.to(weight.dtype)}
-    packed = BaseCompressor.get_value_from_registry(kind).compress(state, scheme)
-    return {name: tensor for name, tensor in packed.items() if tensor is not None}
+    compressor: Any = BaseCompressor.get_value_from_registry(kind)
+    return compressor.compress({"weight": exact, "weight_scale": scale.to(weight.dtype)}, scheme)
 
 
 def _scheme(preset: str, group_size: int | None) -> QuantizationScheme:
