@@ -31,7 +31,8 @@ K, TOKENS = 3, 14
 PROMPTS = {f"p{i}": (11 + i, 4, 3 + 5 * i) for i in range(8)}
 BENCHMARK = Benchmark(
     max_prompts=None, acceptance_concurrency=4, temperatures=(0.0,), top_p=1.0, timing=False, timing_prompts=3,
-    timing_tokens=6, timing_concurrency=(1,), timing_rounds=1, warmup_requests=0, resamples=400, confidence=0.95, near_tie=1e-4,
+    timing_tokens=6, timing_concurrency=(1,), timing_rounds=1, warmup_requests=0, resamples=400, confidence=0.95,
+    near_tie=1e-4,
 )  # fmt: skip
 BACKEND = Backend(
     name="transformers", runner="auto", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4,
