@@ -104,7 +104,8 @@ def stage(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) 
     source = tmp_path / "responses"
     source.mkdir()
     write_responses(source, RESPONSES)
-    slot = SimpleNamespace(role="extract", backend=SimpleNamespace(name="transformers"))
+    plain = SimpleNamespace(scheme="none")
+    slot = SimpleNamespace(role="extract", backend=SimpleNamespace(name="transformers", url=None), quantization=plain)
     run = SimpleNamespace(
         cfg=SimpleNamespace(
             capture=SimpleNamespace(offset=1, dtype="auto", probe_tokens=24),
