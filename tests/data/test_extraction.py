@@ -104,8 +104,11 @@ def stage(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) 
     source = tmp_path / "responses"
     source.mkdir()
     write_responses(source, RESPONSES)
-    plain = SimpleNamespace(scheme="none")
-    slot = SimpleNamespace(role="extract", backend=SimpleNamespace(name="transformers", url=None), quantization=plain)
+    backend = Backend(
+        name="transformers", runner="auto", dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4,
+        engine_args={}, python=None, url=None, port=None, memory_fraction=0.8, start_timeout=1.0,
+    )  # fmt: skip
+    slot = Slot("extract", backend, Quantization(scheme="none"), Attention(name="auto"))
     run = SimpleNamespace(
         cfg=SimpleNamespace(
             capture=SimpleNamespace(offset=1, dtype="auto", probe_tokens=24),
