@@ -55,7 +55,7 @@ def tamper(directory: Path, faults: Sequence[Fault], target: Target) -> None:
             case "other_target":
                 _turn(tensors, config["num_aux_hidden_states"], target, draws)
             case "export_changed":
-                tensors["midlayer.mlp.down_proj.weight"] = torch.zeros_like(tensors["midlayer.mlp.down_proj.weight"])
+                tensors["fc.weight"] = torch.zeros_like(tensors["fc.weight"])
             case _:
                 raise ValueError(f"{fault} is not planted in a checkpoint")
     partial = directory / f"{WEIGHTS}.partial"
