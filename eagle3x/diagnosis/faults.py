@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from eagle3x.targets import Target
 
 WRONG_THETA = 10.0
-"""A base at which neighbouring positions look alike from other angles than those trained: its effect is seen in short
-texts too."""
+"""A RoPE base that no target has."""
 
 
 def tamper(directory: Path, faults: Sequence[Fault], target: Target) -> None:
