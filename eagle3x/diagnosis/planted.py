@@ -23,7 +23,6 @@ Fault = Literal[
     "normed_states",
     "quantized_states",
     "quantized_text",
-    "overfit",
     "export_changed",
 ]
 STAGES: dict[str, tuple[Fault, ...]] = {

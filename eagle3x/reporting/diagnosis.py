@@ -41,7 +41,7 @@ SPOKEN = {
     "engine_states": "the serving engine's states differ",
     "other_text": "the served target writes other text",
     "weak_drafter": "the drafter is weak",
-    "overfit": "the drafter fits its train text only",
+    "overfit": "the drafter is weak on text that it was not trained on",
     "export_changed": "the export changed it",
     "unloadable": "the checkpoint cannot be loaded",
     "engine": "the engine accepts less than its states explain",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from eagle3x.benchmark.statistics import Bootstrap
+from eagle3x.benchmark.bootstrap import Bootstrap, Interval
+from eagle3x.diagnosis.evidence import Evidence, causes
 from eagle3x.diagnosis.ladder import RUNGS, Ladder, Rung, climb, loss_that_counts
 from eagle3x.diagnosis.offset_quantization import two_by_two
 from eagle3x.types import EagleError, SpecCounters
@@ -129,3 +130,17 @@ def test_offset_and_states_apart() -> None:
     assert found.p_holm[2] > 0.05
     both = two_by_two([tau(1.6), tau(1.4), tau(1.5), tau(1.4)], PROMPTS, (2, 14, 26), (3, 15, 27), False, BOOTSTRAP)
     assert both.interaction.difference.value == pytest.approx(0.1)
+
+
+def test_a_weak_drafter_is_told_from_one_that_lacks_text() -> None:
+    found = ladder(0.2, 0.2, 0.2, 0.2, 0.2)  # tau about 1.25
+
+    def named(break_even: float | None, gap: Interval | None) -> list[str]:
+        return [c.kind for c in causes(Evidence(found, (1, 2), (1, 2), break_even=break_even, gap=gap))]
+
+    learned_by_heart = Interval(-0.5, -0.6, -0.4)
+    assert named(None, learned_by_heart) == []  # nobody knows what a step costs
+    assert named(1.1, learned_by_heart) == []  # it pays
+    assert named(1.6, None) == ["weak_drafter"]
+    assert named(1.6, Interval(-0.1, -0.2, -0.05)) == ["weak_drafter"]
+    assert named(1.6, learned_by_heart) == ["overfit"]
