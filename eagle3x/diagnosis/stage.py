@@ -61,13 +61,12 @@ def make(run: StageRun) -> dict[str, Any]:
     Raises:
         EagleError: no rung can be climbed, or an engine does not do what it promises.
     """
-    cfg, target = run.cfg, run.target
+    cfg = run.cfg
     k = cfg.speculation.num_speculative_tokens
     bootstrap = Bootstrap(cfg.benchmark.resamples, cfg.benchmark.confidence, cfg.seed)
     export = read_export(run.inputs["export"].path)
     slot = run.slot("serve")
-    identity = adapter(slot.backend.name).identity(slot, target, cfg.hardware)
-    fed = export.fed(reader_of(identity, target.model_class))
+    fed = _fed(run, export)
     responses = read_responses(run.inputs["responses"].path, "eval")
     chosen = spread(responses, [r.category for r in responses], cfg.benchmark.max_prompts)
     served, not_served = served_by(run, chosen)
@@ -118,6 +117,16 @@ def make(run: StageRun) -> dict[str, Any]:
     for cause in found:
         log(f"diagnosis: {cause.kind} ({cause.rung}): {cause.sentence}; {cause.as_dict()['repair']}")
     return {"causes": [cause.kind for cause in found], "broken": [step.rung for step in ladder.broken]}
+
+
+def _fed(run: StageRun, export: Export) -> Fed:
+    """What the serving engine is predicted to feed; refused, if it is not here and cannot be asked what it is."""
+    slot = run.slot("serve")
+    try:
+        identity = adapter(slot.backend.name).identity(slot, run.target, run.cfg.hardware)
+    except EagleError as error:
+        return Fed(None, str(error), None)
+    return export.fed(reader_of(identity, run.target.model_class))
 
 
 def _shifted(run: StageRun, claimed: tuple[int, ...], fed: Fed) -> tuple[int, ...] | None:

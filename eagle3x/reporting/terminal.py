@@ -23,7 +23,8 @@ def show(summary: Summary, run_dir: Path, console: Console) -> None:
     table.add_column("boundaries", no_wrap=True)
     for cell in summary.cells:
         if cell.measured is None:
-            table.add_row(Text(cell.label), *[NONE] * 4, Text("failed", "bold red"))
+            said = Text("failed", "bold red") if cell.status == "failed" else Text("not served")
+            table.add_row(Text(cell.label), *[NONE] * 4, said)
         else:
             table.add_row(Text(cell.label), *_figures(cell.measured), _match(cell.measured))
     console.print(table)
