@@ -104,7 +104,12 @@ def stage(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) 
     source = tmp_path / "responses"
     source.mkdir()
     write_responses(source, RESPONSES)
-    slot = SimpleNamespace(role="extract", backend=SimpleNamespace(name="transformers"))
+    backend = Backend(
+        name="transformers", runner="auto",
+        dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4, engine_args={},
+        python=None, url=None, port=None, memory_fraction=0.9, start_timeout=60.0,
+    )  # fmt: skip
+    slot = Slot("extract", backend, Quantization("none"), Attention("auto"))
     run = SimpleNamespace(
         cfg=SimpleNamespace(
             capture=SimpleNamespace(offset=1, dtype="auto", probe_tokens=24),
@@ -245,13 +250,6 @@ def test_states_of_the_real_engine_are_those_of_transformers(stage: Stage, monke
 
     monkeypatch.undo()
     target = stage.run.target
-    backend = Backend(
-        name="transformers", runner="auto",
-        dtype="float32", kv_cache_dtype="auto", tensor_parallel=1, batch_size=4, engine_args={},
-        python=None, url=None, port=None, memory_fraction=0.9, start_timeout=60.0,
-    )  # fmt: skip
-    slot = Slot("extract", backend, Quantization("none"), Attention("auto"))
-    stage.run.slot = {"extract": slot}.__getitem__
     stage.run.cfg.hardware = Hardware(device="cpu", threads=None, devices=None)
     facts = stage.make()
     assert facts["capture_probe"]["verdict"] == "matched"
