@@ -98,7 +98,9 @@ def contestants(overrides: Sequence[str]) -> tuple[list[Contestant], list[Sample
         start = train.initial_drafter(cfg.drafter, target, data, samples, seed, train.devices_of(cfg.hardware)[0])
         untrained += replayed(start, held_out, k)
         with TemporaryDirectory() as work:
-            run = pipeline.StageRun(replace(cfg, seed=seed), Path(work), {"hidden_states": states}, target, {})
+            run = pipeline.StageRun(
+                replace(cfg, seed=seed), Path(work), {"hidden_states": states}, target, {"extract": cfg.extract_slot}
+            )
             began = time.monotonic()
             facts = train.make(run)
             seconds = time.monotonic() - began

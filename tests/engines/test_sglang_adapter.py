@@ -91,8 +91,8 @@ def test_what_runs_on_a_cpu_is_not_refused(tiny_target: Target) -> None:
     [
         (slot(attention="triton"), "SGLang has intel_amx, torch_native on a CPU, or auto"),
         (slot(attention="sdpa"), "SGLang has intel_amx, torch_native on a CPU, or auto"),
-        (slot(quantization="fp8"), "never run with quantized weights on a CPU; use none"),
-        (slot(quantization="int8"), "never run with quantized weights on a CPU; use none"),
+        (slot(quantization="fp8"), "ever run on SGLang on a CPU; use quantization=none"),
+        (slot(quantization="int8"), "ever run on SGLang on a CPU; use quantization=none"),
         (slot(tensor_parallel=4096), "each rank needs a core"),
         (slot(kv_cache_dtype="fp8_e4m3"), "use auto"),
         (slot(runner="v2"), "no choice of runners"),

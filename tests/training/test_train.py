@@ -24,6 +24,7 @@ from eagle3x.drafters import checkpoint
 from eagle3x.drafters.architecture import Architecture
 from eagle3x.drafters.config import Drafter
 from eagle3x.drafters.losses import Teacher
+from eagle3x.engines.config import Quantization
 from eagle3x.targets import Target
 from eagle3x.training import train
 from eagle3x.training.config import Train
@@ -89,7 +90,9 @@ def stage(tiny_target: Target, states: Path, tmp_path: Path) -> Callable[..., An
         hardware = SimpleNamespace(device="cpu", threads=None, devices=None)
         cfg = SimpleNamespace(drafter=drafter, train=training, seed=1, hardware=hardware)
         inputs = {"hidden_states": SimpleNamespace(path=states)} if drafter.source == "custom" else {}
-        return SimpleNamespace(cfg=cfg, work=work, target=tiny_target, inputs=inputs)
+        extract = SimpleNamespace(quantization=Quantization(scheme="none"))
+        slots = {"extract": extract}
+        return SimpleNamespace(cfg=cfg, work=work, target=tiny_target, inputs=inputs, slot=slots.__getitem__)
 
     return stage_run
 
