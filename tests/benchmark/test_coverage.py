@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).parents[2] / "benchmarks/coverage.py"
 
 
