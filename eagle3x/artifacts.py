@@ -7,7 +7,8 @@
     <root>/<stage>/<key>.dropped.json     the manifest of an artifact whose payload was dropped
     <root>/<stage>/.<key>.trash/          payload on its way out
 
-No other module knows these paths. Incomplete means absent.
+No other module knows these paths, which is why this one is long: making, finding and dropping share them and the locks.
+Incomplete means absent.
 """
 
 from __future__ import annotations

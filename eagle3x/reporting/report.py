@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from eagle3x.reporting.cell import Cell, load_cells, save_cell, without_credentials, write_atomically
+from eagle3x.reporting.cell_summary import summarize_cell
 from eagle3x.reporting.comparisons import compare_cells, first_pairs, found_confounders
 from eagle3x.reporting.confounders import short_names
 from eagle3x.reporting.controls import find_controls
@@ -17,7 +18,7 @@ from eagle3x.reporting.html import html_report
 from eagle3x.reporting.markdown import markdown_report
 from eagle3x.reporting.masking import masked_text
 from eagle3x.reporting.pooling import pool_cells
-from eagle3x.reporting.summary import Summary, summarize_cell
+from eagle3x.reporting.summary import Summary
 from eagle3x.reporting.terminal import show
 from eagle3x.reporting.wandb import track_run
 

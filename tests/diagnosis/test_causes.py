@@ -1,0 +1,18 @@
+"""Kinds of causes: what can be planted can be named, and what can be named has words and a repair."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from eagle3x.diagnosis.causes import REPAIRS, Kind
+from eagle3x.diagnosis.planted import STAGES, Fault
+from eagle3x.reporting.diagnosis import SPOKEN
+
+
+def test_what_can_be_planted_can_be_named() -> None:
+    assert set(get_args(Fault)) <= set(get_args(Kind))
+    assert {fault for faults in STAGES.values() for fault in faults} <= set(get_args(Fault))
+
+
+def test_every_kind_has_words_and_a_repair() -> None:
+    assert set(REPAIRS) == set(SPOKEN) == set(get_args(Kind))
