@@ -287,6 +287,16 @@ def test_two_processes_train_the_same_drafter(stage: Callable[..., Any], monkeyp
         torch.testing.assert_close(together[name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_reading_ahead_by_processes_trains_the_same_drafter(stage: Callable[..., Any]) -> None:
+    """Over three segments, of which one stream of steps is read."""
+    training = replace(TRAIN, epochs=1, checkpoints=3)
+    here, ours = fitted(stage("here"), training, 9)
+    ahead, theirs = fitted(stage("ahead"), replace(training, num_workers=2), 9)
+    assert len(ours) == 5
+    assert [{**r, "seconds": 0} for r in ours] == [{**r, "seconds": 0} for r in theirs]
+    assert all(torch.equal(tensor, ahead[name]) for name, tensor in here.items())
+
+
 def test_a_frozen_head_stays_and_the_rest_learns(stage: Callable[..., Any]) -> None:
     run, training = stage("frozen"), replace(TRAIN, epochs=1, checkpoints=1)
     free, _ = fitted(run, training, 4)
