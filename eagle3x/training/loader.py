@@ -88,7 +88,7 @@ def loaded(
 def _processes() -> object:
     """Forked from a process that has imported what they need, and never from this one, which may hold a GPU."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__])
+    context.set_forkserver_preload([__name__])
     return context
 
 
