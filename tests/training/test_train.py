@@ -272,11 +272,14 @@ def fitted(run: Any, training: Train, documents: int) -> tuple[dict[str, torch.T
 
 
 def test_two_processes_train_the_same_drafter(stage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of two documents, one for each process, and a last one of a single document, which both read."""
+    """Steps of two documents, one for each process, and a last one of a single document, which both read.
+
+    Each process has a reader of its own.
+    """
     training = replace(TRAIN, epochs=1, checkpoints=1)
     alone, ours = fitted(stage("one"), training, 5)
     monkeypatch.setattr(train, "devices_of", lambda hardware: [torch.device("cpu")] * 2)
-    together, theirs = fitted(stage("two"), training, 5)
+    together, theirs = fitted(stage("two"), replace(training, num_workers=1), 5)
     assert len(theirs) == 3
     assert theirs[-1]["tokens"] == 23 + 24 + 25 + 23 + 24
     for mine, other in zip(ours, theirs, strict=True):
