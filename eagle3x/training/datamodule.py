@@ -66,7 +66,7 @@ class DraftData(LightningDataModule):
         if teachable is not None:
             pairs = zip(samples, teachable, strict=True)
             self.labelled = [bool((sample.loss_mask[2:] & known[1:-1]).any()) for sample, known in pairs]
-        self.teachable = None if teachable is None else torch.cat(list(teachable))
+        self.teachable = None if teachable is None else torch.cat(list(teachable)).numpy()
         self._ahead: Generator[Packed] | None = None
 
     def reader(self, process: int = 0, processes: int = 1) -> Reader:

@@ -1,4 +1,4 @@
-"""What a process reads of a training step. Processes that read are given it: only indices and one tensor travel."""
+"""What a process reads of a training step. Processes that read are given it: only indices and one array travel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle3x.data.shards import Sample
@@ -19,14 +21,14 @@ from eagle3x.training.packing import Empty, Packed, Size, kept, pack, room, shar
 class Reader:
     """One process' share of steps over `samples`.
 
-    lengths: of all samples. teachable: of all of them one after another, see `kept`. labelled: which samples have a row
-    in the loss.
+    lengths: of all samples. teachable: of all of them one after another, see `kept` (an array: torch would share a
+    tensor through /dev/shm). labelled: which samples have a row in the loss.
     """
 
     samples: Sequence[Sample]
     lengths: Sequence[int]
     cfg: Train
-    teachable: Tensor | None
+    teachable: NDArray[np.bool_] | None
     labelled: Sequence[bool]
     process: int = 0
     processes: int = 1
@@ -64,4 +66,4 @@ class Reader:
     def _teachable(self, index: int) -> list[Tensor] | None:
         if self.teachable is None:
             return None
-        return [self.teachable[self._starts[index] : self._starts[index + 1]]]
+        return [torch.from_numpy(self.teachable[self._starts[index] : self._starts[index + 1]])]
