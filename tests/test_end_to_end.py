@@ -130,6 +130,7 @@ def test_a_diagnosis_without_the_serving_engine_climbs_the_other_rungs(workplace
     assert "skipped" in (workplace / "outputs/latest/report.html").read_text()
 
 
+@pytest.mark.long
 def test_a_planted_fault_is_named_and_leaves_other_artifacts_alone(workplace: Path) -> None:
     run(workplace)
     healthy = manifests(workplace)

@@ -78,6 +78,7 @@ def test_sglang_serves_what_transformers_wrote_and_raw_ids_are_called_mismatched
     assert cell["replay"]["identical_counters"] == cell["replay"]["requests"] == 8
 
 
+@pytest.mark.long
 def test_sglang_writes_the_text_only(workplace: Workplace) -> None:
     said = workplace.run("backend@generate.backend=sglang", "generate.backend.batch_size=2")
     assert "SGLang 0.5.23 loaded" in said or "responses: reused" in said  # the text of the first test here is the same

@@ -77,6 +77,7 @@ def test_vllm_serves_what_transformers_wrote_and_ids_written_by_hand_are_called_
     assert cell["replay"]["identical_counters"] == cell["replay"]["requests"] == 8
 
 
+@pytest.mark.long
 def test_vllm_writes_the_text_only(workplace: Workplace) -> None:
     said = workplace.run("backend@generate.backend=vllm", "generate.backend.batch_size=2")
     assert "vLLM 0.32.0 loaded" in said or "responses: reused" in said  # the text of the first test here is the same
