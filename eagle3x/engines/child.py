@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from eagle3x.engines import guard
+from eagle3x.engines.log_excerpt import raised
 from eagle3x.types import EagleError
 
 REPLY_FD = "EAGLE3X_REPLY_FD"
@@ -113,20 +114,14 @@ class Child:
 
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of note that this child wrote, with the values of secret environment variables left out."""
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            start = max(self._log_start, end - TAIL_BYTES)
-            file.seek(start)
-            if start > self._log_start:
-                file.readline()  # cut in the middle
-            text = file.read().decode(errors="replace")
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return "\n".join([line for line in text.splitlines() if not AFTERWARDS.match(line)][-lines:])
+        return "\n".join(self._log_lines()[-lines:])
 
     def log_end(self) -> str:
-        """Where the log is and how it ends, for an error message."""
-        return f"its log is {self.log}" + (f" and ends:\n{tail}" if (tail := self.log_tail()) else ", and empty")
+        """What the program raised, where its log is and how that ends, to be appended to a sentence about it."""
+        why = raised(self._log_lines())
+        tail = self.log_tail()
+        where = f"its log is {self.log}" + (f" and ends:\n{tail}" if tail else ", and empty")
+        return ": " + "\nthen ".join(why) + f"\n{where}" if why else f"; {where}"
 
     def require_running(self, what: str) -> None:
         """Raise if the program ended.
@@ -138,8 +133,20 @@ class Child:
             raise self.died(what)
 
     def died(self, what: str) -> EngineDied:
-        """The error that says that `what` ended, how, and how its log ends."""
-        return EngineDied(f"{what} {ending(self.exit_code)}; {self.log_end()}")
+        """The error that says that `what` ended, how, what it raised, and how its log ends."""
+        return EngineDied(f"{what} {ending(self.exit_code)}{self.log_end()}")
+
+    def _log_lines(self) -> list[str]:
+        with self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            start = max(self._log_start, end - TAIL_BYTES)
+            file.seek(start)
+            if start > self._log_start:
+                file.readline()  # cut in the middle
+            text = file.read().decode(errors="replace")
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return [line for line in text.splitlines() if not AFTERWARDS.match(line)]
 
     def _end_group(self) -> None:
         """Once the guard itself was killed, and the program with it: end what of it did not leave its process group."""
@@ -239,7 +246,7 @@ class Worker(Child):
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
-            raise EagleError(f"the worker wrote {line[:200]!r} where a JSON object belongs; {self.log_end()}")
+            raise EagleError(f"the worker wrote {line[:200]!r} where a JSON object belongs{self.log_end()}")
         return reply
 
     def _lost(self) -> EngineDied:
@@ -248,7 +255,7 @@ class Worker(Child):
             self._guard.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.stop()
-            return EngineDied(f"the worker closed its pipes and was ended; {self.log_end()}")
+            return EngineDied(f"the worker closed its pipes and was ended{self.log_end()}")
         return self.died("the worker")
 
 

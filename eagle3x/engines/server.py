@@ -141,7 +141,7 @@ class Server:
                     if time.monotonic() > deadline:
                         raise EagleError(
                             f"backend.start_timeout={timeout:g}: the server at {server.url} was not ready within that"
-                            f" many seconds; raise it if it only needs longer; {child.log_end()}"
+                            f" many seconds (raise it if it only needs longer){child.log_end()}"
                         )
                     tell()
                     time.sleep(POLL_SECONDS)

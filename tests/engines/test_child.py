@@ -236,6 +236,25 @@ def test_the_error_has_exit_code_log_and_its_last_lines(tmp_path: Path) -> None:
     assert log.read_text().startswith("of a run before\nline 0\n")
 
 
+def test_what_was_raised_is_told_first_and_without_secrets(tmp_path: Path) -> None:
+    code = (
+        "try:\n    raise RuntimeError('no kernel for hf_abcdefgh')\n"
+        "except RuntimeError:\n    raise ValueError('no graph')"
+    )
+    shutdown = "import atexit\natexit.register(lambda: [print('shutdown', i) for i in range(40)])\n"
+    with Child(python(shutdown + code), tmp_path / "log", {"HF_TOKEN": "hf_abcdefgh"}) as child:
+        assert eventually(lambda: not child.running)
+        with pytest.raises(EngineDied) as error:
+            child.require_running("the engine")
+    lines = str(error.value).splitlines()
+    assert lines[:3] == [
+        "the engine exited with code 1: RuntimeError: no kernel for ***",
+        "then ValueError: no graph",
+        f"its log is {tmp_path / 'log'} and ends:",
+    ]
+    assert lines[-1] == "shutdown 39"
+
+
 def test_what_tritons_bindings_print_at_the_end_is_left_out(tmp_path: Path) -> None:
     after = [
         "nanobind: leaked 2 types!",
