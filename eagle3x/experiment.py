@@ -28,13 +28,15 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
     """Make what is missing, then report. A failed cell is reported as failed, and its error raised.
 
     Raises:
-        EagleError: a stage could not be finished; what was finished before stays in the store.
+        EagleError: a stage could not be finished; what was finished before stays in the store. Or what is diagnosed
+            failed to be served: the report's sentence, which says what was shown nevertheless.
     """
     cfg = cell.config
     store = Store(Path(cfg.artifacts))
     made: dict[str, Artifact] = {}
     target: targets.Target | None = None
     error: BaseException | None = None
+    not_served = False
     try:
         target = targets.resolve(cfg.target)
         if quantization_config(target):
@@ -43,15 +45,19 @@ def run_experiment(cell: Cell, run_dir: Path, in_sweep: bool, command: str) -> N
             location.resolve(cfg.drafter)
         preflight.check_with_target(cfg, target)
         unserved = preflight.unserved(cfg, target) if cfg.stage == "diagnose" else None
-        refused = {} if unserved is None else {"benchmark": unserved}
-        for artifact in pipeline.run(cfg.stage, cfg, cell.snapshot, target, store, refused):
+        missing = {} if unserved is None else {"benchmark": unserved}
+        for artifact in pipeline.run(cfg.stage, cfg, cell.snapshot, target, store, missing):
             made[artifact.stage] = artifact
+        if unserved is None and "benchmark" in missing:  # not refused beforehand, but tried
+            not_served, error = True, EagleError(missing["benchmark"])
     except ConfigError:
         raise
     except Exception as e:
         error = e
     if cfg.stage in REPORTED:
-        report_cell(cell, run_dir, target, made, error, in_sweep, command)
+        sentence = report_cell(cell, run_dir, target, made, error, in_sweep, command)
+        if not_served:
+            raise EagleError(sentence)
     if error is not None:
         raise error
     if cfg.stage not in REPORTED:
@@ -66,8 +72,11 @@ def report_cell(
     error: BaseException | None,
     in_sweep: bool,
     command: str,
-) -> None:
-    """Write report.html, report.md, summary.json and the W&B run of one cell. target: None if it could not be had."""
+) -> str:
+    """Write report.html, report.md, summary.json and the W&B run of one cell; its headline.
+
+    target: None if it could not be had.
+    """
     from eagle3x.reporting import report
     from eagle3x.reporting.sources import sources_of
 
@@ -87,9 +96,10 @@ def report_cell(
         sources=() if target is None else sources_of(cell.config, target.path, _published(cell), prompts),
         error=None if error is None else describe(error),
     )
-    report.write_report(run_dir, [record], command)
+    summary = report.write_report(run_dir, [record], command)
     if not in_sweep:
         point_latest(Path("outputs/latest"), run_dir)
+    return summary.headline
 
 
 def _published(cell: Cell) -> Path | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from eagle3x.artifacts import Artifact, ArtifactSpec, Store
@@ -150,16 +149,16 @@ def run(
     snapshot: dict[str, Any],
     target: Target,
     store: Store,
-    refused: Mapping[str, str] = MappingProxyType({}),
+    missing: dict[str, str] | None = None,
 ) -> Iterator[Artifact]:
     """Make or reuse every artifact up to `goal`, one by one. Whatever was finished before an error stays.
 
-    `snapshot` is the resolved config as plain values, kept in each manifest. `refused`: stages that cannot be made, and
-    why; like a stage that fails, that is an error unless the stage is only wanted.
+    `snapshot` is the resolved config as plain values, kept in each manifest. `missing`: stages that cannot be made, and
+    why; like a stage that fails, that is an error unless the stage is only wanted. One that fails is added to it.
     """
     slots = {slot.role: slot for slot in (cfg.extract_slot, cfg.generate_slot, cfg.serve_slot)}
     made: dict[str, Artifact] = {}
-    failed = dict(refused)
+    failed = {} if missing is None else missing
     wanted = STAGES[goal].wants if goal in STAGES else ()
     for name in plan(goal, cfg):
         if name in failed:
@@ -171,7 +170,7 @@ def run(
             if name not in wanted:
                 raise
             failed[name] = str(error)
-            log(f"{name}: failed: {error}")
+            log(f"{name}: failed: {failed[name].partition(chr(10))[0]}")
             continue
         yield made[name]
 

@@ -120,14 +120,27 @@ def test_a_failed_cell_is_reported_and_the_others_run(workplace: Path) -> None:
     assert "1 of 2 cells failed" in done.stderr
 
 
-def test_a_diagnosis_without_the_serving_engine_climbs_the_other_rungs(workplace: Path) -> None:
+def test_a_diagnosis_that_cannot_be_served_climbs_the_other_rungs_and_says_so_first(workplace: Path) -> None:
     run(workplace, "stage=diagnose", "backend@serve.backend=vllm", "serve.backend.python=/nowhere/bin/python")
+    assert summary(workplace)["headline"].startswith("Diagnosis: the drafter could not be served: serve: ")
     [cell] = summary(workplace)["cells"]
     assert cell["status"] == "ok"
     rungs = {rung["name"]: rung for rung in cell["diagnosis"]["rungs"]}
     assert [name for name, rung in rungs.items() if rung["tau"] is None] == ["responses", "states", "served"]
     assert "/nowhere/bin/python" in rungs["served"]["skipped"]
     assert "skipped" in (workplace / "outputs/latest/report.html").read_text()
+
+    # Where it was tried and failed, that is no success; what was made before is reused.
+    done = run(workplace, "stage=diagnose", "serve.capture=as_is", "serve.aux_layer_ids=[1,2,9]", code=1)
+    said = summary(workplace)["headline"]
+    assert said.startswith("Diagnosis: the drafter could not be served: this drafter cannot be served here: ")
+    assert "[1, 2, 9]" in said
+    assert "nothing is lost from the drafter as trained" in said
+    assert said in done.stderr
+    [cell] = summary(workplace)["cells"]
+    assert cell["status"] == "failed"
+    assert [step["rung"] for step in cell["diagnosis"]["steps"]] == ["exported"]
+    assert "could not be served" in (workplace / "outputs/latest/report.html").read_text()
 
 
 @pytest.mark.long

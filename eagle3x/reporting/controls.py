@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3x.benchmark.statistics import Interval
-from eagle3x.reporting.diagnosis import SPOKEN
 from eagle3x.reporting.entries import Entry, Table
 from eagle3x.reporting.summary import CellSummary, Control, PairedDifference, Summary
+from eagle3x.reporting.verdict import SPOKEN
 from eagle3x.reporting.words import NONE, figure
 
 

@@ -1,4 +1,4 @@
-"""What a diagnosis says: the sentence, its tables, and the ladder as a figure."""
+"""What a diagnosis shows of its cells: its tables, and the ladder as a figure."""
 
 from __future__ import annotations
 
@@ -10,69 +10,13 @@ from eagle3x.reporting.entries import Entry, Table, Tone
 from eagle3x.reporting.figures import LEFT, RIGHT, WIDTH, Figure
 from eagle3x.reporting.summary import CellSummary, Summary
 from eagle3x.reporting.svg import Canvas, Scale, fitted, padded
-from eagle3x.reporting.words import NONE, figure, minus, numbers
-
-NAMES = {
-    "trained": "as trained",
-    "exported": "as exported",
-    "responses": "on its own text",
-    "states": "on its own states",
-    "served": "as served",
-}
-"""Of the rungs: what is added on each."""
-SPOKEN = {
-    "offset_serving": "wrong layers are fed",
-    "offset_training": "it was trained on other layers than it says",
-    "columns_swapped": "its layers are read in the wrong order",
-    "norm_variant": "a norm option is wrong",
-    "random_embedding": "its embedding is not the target's",
-    "d2t_missing": "its vocabulary map is missing",
-    "d2t_shifted": "its vocabulary map is shifted",
-    "stale_vocabulary": "its vocabulary map is another one's",
-    "wrong_template": "prompts have another template",
-    "max_positions": "its positions end too early",
-    "rope_base": "its rotary base is wrong",
-    "wrong_algorithm": "the engine does not run EAGLE-3",
-    "other_target": "it was made for another target",
-    "normed_states": "it is fed normed states",
-    "quantized_states": "quantization moves the states",
-    "quantized_text": "the quantized target writes other text",
-    "attention": "the attention kernels move the states",
-    "engine_states": "the serving engine's states differ",
-    "other_text": "the served target writes other text",
-    "weak_drafter": "the drafter is weak",
-    "overfit": "the drafter is weak on text that it was not trained on",
-    "export_changed": "the export changed it",
-    "unloadable": "the checkpoint cannot be loaded",
-    "engine": "the engine accepts less than its states explain",
-}
-"""What each cause is called."""
+from eagle3x.reporting.verdict import GET_SERVED, NAMES, SPOKEN, not_climbed
+from eagle3x.reporting.words import NONE, figure, first_line, numbers
 
 
 def diagnosed(summary: Summary) -> list[tuple[CellSummary, Mapping[str, Any]]]:
     """The cells that have a diagnosis, with it."""
     return [(c, c.diagnosis) for c in summary.cells if c.diagnosis is not None]
-
-
-def verdict(diagnosis: Mapping[str, Any]) -> str:
-    """One sentence: what is wrong and what to change, or that nothing is."""
-    causes = diagnosis["causes"]
-    if causes:
-        said = "; ".join(SPOKEN[c["kind"]] + (f" (tau {_signed(c['lost'])})" if c["lost"] else "") for c in causes)
-        first = min(causes, key=lambda c: c["lost"]["value"] if c["lost"] else 0.0)
-        return f"Diagnosis: {said}. To change first: {first['repair']}"
-    unsure = [step for step in diagnosis["steps"] if step["verdict"] == "cannot tell"]
-    if unsure:
-        said = "; ".join(f"{NAMES[step['rung']]}: {step['prompts_needed']} prompts needed" for step in unsure)
-        return f"Diagnosis: no loss shown, but one that counts might be hidden ({said})"
-    climbed = [rung for rung in diagnosis["rungs"] if rung["tau"] is not None]
-    first, last = climbed[0], climbed[-1]
-    if len(climbed) == 1:
-        return f"Diagnosis: only one rung could be climbed, {NAMES[first['name']]}: tau {first['tau']['value']:.2f}"
-    return (
-        f"Diagnosis: nothing is lost from the drafter {NAMES[first['name']]} (tau {first['tau']['value']:.2f}) to"
-        f" {NAMES[last['name']]} ({last['tau']['value']:.2f})"
-    )
 
 
 def diagnosis_tables(summary: Summary) -> list[Table]:
@@ -83,12 +27,8 @@ def diagnosis_tables(summary: Summary) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def ladder_figure(summary: Summary) -> Figure | None:
-    """tau of each rung with its interval; broken rungs are marked. Of one cell: many have the table."""
-    found = diagnosed(summary)
-    if len(found) != 1:
-        return None
-    diagnosis = found[0][1]
+def ladder_figure(diagnosis: Mapping[str, Any]) -> Figure:
+    """tau of each rung of one cell with its interval; broken rungs are marked."""
     rungs = diagnosis["rungs"]
     taus = [Interval(**r["tau"]) for r in rungs if r["tau"] is not None]
     broken = set(diagnosis["broken"])
@@ -106,7 +46,7 @@ def ladder_figure(summary: Summary) -> Figure | None:
         y = top + step * (i + 0.5)
         canvas.text(0, y + 4, NAMES[rung["name"]], "name")
         if rung["tau"] is None:
-            canvas.text(LEFT, y + 4, fitted(f"skipped: {rung['skipped']}", 58), "note")
+            canvas.text(LEFT, y + 4, fitted(f"skipped: {first_line(rung['skipped'])}", 58), "note")
             continue
         tau = Interval(**rung["tau"])
         css = f"c{1 if rung['name'] in broken else 0}"
@@ -138,6 +78,11 @@ def _causes(found: Sequence[tuple[CellSummary, Mapping[str, Any]]], many: bool) 
         for cell, diagnosis in found
         for c in diagnosis["causes"]
     ]
+    rows += [
+        (*_label(cell, many), Entry("could not be served", "bad"), Entry(reason), _lost(None), Entry(GET_SERVED))
+        for cell, diagnosis in found
+        if cell.measured is None and (reason := not_climbed(diagnosis)) is not None
+    ]
     headers = (*_cell_header(many), "what is wrong", "seen in", "change of τ", "what to change")
     note = "Every cause that was found; what two faults on one rung cost together is told as that rung's."
     return Table("causes", "What is wrong, and what to change", note, headers, tuple(rows))
@@ -154,7 +99,7 @@ def _ladder(found: Sequence[tuple[CellSummary, Mapping[str, Any]]], many: bool) 
                     *_label(cell, many),
                     Entry(NAMES[rung["name"]]),
                     *_step(rung, step),
-                    Entry(rung["what"]) if rung["tau"] else Entry(f"skipped: {rung['skipped']}", "quiet"),
+                    Entry(rung["what"]) if rung["tau"] else Entry(f"skipped: {first_line(rung['skipped'])}", "quiet"),
                 )
             )
     headers = (*_cell_header(many), "rung", "τ", "change of τ", "p (Holm)", "so", "what is replayed or counted")
@@ -242,7 +187,3 @@ def _lost(record: Mapping[str, float] | None) -> Entry:
         return Entry(NONE, "quiet")
     value, _, interval = figure(Interval(record["value"], record["low"], record["high"]), 3, True).partition(" ")
     return Entry(value, note=interval)
-
-
-def _signed(record: Mapping[str, float]) -> str:
-    return minus(f"{record['value']:+.2f}")

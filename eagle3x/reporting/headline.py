@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagle3x.reporting.diagnosis import verdict
 from eagle3x.reporting.recipes import Recipe
 from eagle3x.reporting.summary import CellSummary, Measurement, PairedDifference
-from eagle3x.reporting.words import count, figure, minus, times
+from eagle3x.reporting.verdict import sweep_verdict, verdict
+from eagle3x.reporting.words import count, figure, first_line, minus, times
 
 
 def headline(
@@ -16,20 +16,24 @@ def headline(
     """One sentence about one cell, or about a matrix: its best cell, or the best recipe if seeds were pooled."""
     if len(cells) == 1:
         cell = cells[0]
-        said = [] if cell.diagnosis is None else [verdict(cell.diagnosis)]
+        said = [] if cell.diagnosis is None else [verdict(cell.diagnosis, cell.measured is not None)]
         if cell.measured is None and not said:
             return _failure(cell)
         return "; ".join([*said, *([] if cell.measured is None else [_one(cell.measured)])])
     measured = [(c, c.measured) for c in cells if c.measured is not None]
+    diagnosed = [(c.label, c.diagnosis) for c in cells if c.diagnosis is not None]
     failed = [c for c in cells if c.status == "failed"]
-    if not measured:
+    if len(failed) == len(cells) and not diagnosed:
         return f"All {len(cells)} cells failed; the first: {_failure(cells[0])}"
-    parts = [_best_recipe(recipes) if recipes else _best(measured), *_wrong(measured, comparisons)]
+    parts = [sweep_verdict(diagnosed)] if diagnosed else []
+    if measured:
+        best = _best_recipe(recipes) if recipes else _best(measured)
+        parts += [best[0].lower() + best[1:] if parts else best, *_wrong(measured, comparisons)]
     contradicted = [c.label for c, m in measured if m.boundaries.contradiction]
     if contradicted:
         parts.append(f"the serve probe contradicts the predicted boundaries in “{'”, “'.join(contradicted)}”")
     if failed:
-        parts.append(f"{len(failed)} of {len(cells)} cells failed")
+        parts.append(f"{len(failed)} of {len(cells)} cells failed; the first: {_failure(failed[0])}")
     return "; ".join(parts)
 
 
@@ -104,5 +108,4 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _failure(cell: CellSummary) -> str:
-    lines = (cell.error or "").strip().splitlines() or ["no reason given"]
-    return f"cell “{cell.label}” failed: {lines[0]}"
+    return f"cell “{cell.label}” failed: {first_line(cell.error or '')}"

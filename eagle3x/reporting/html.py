@@ -15,6 +15,7 @@ from eagle3x.reporting.heat_map import drift_figure
 from eagle3x.reporting.run_figures import run_figures
 from eagle3x.reporting.summary import IdenticalOutputs, Measurement, Summary
 from eagle3x.reporting.tables import all_tables, match, rate
+from eagle3x.reporting.where_lost import where_lost_figure
 from eagle3x.reporting.words import NONE, TIMES, count, figure, numbers, percent, seconds, times
 
 
@@ -35,9 +36,14 @@ def html_report(summary: Summary) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     first, _, rest = summary.headline.partition("; ")
-    ladder = ladder_figure(summary)
-    drifts = {cell.label: found["drift"]["states"] for cell, found in diagnosed(summary) if found["drift"]}
-    figures = [*([ladder] if ladder else []), *acceptance_figures(summary), *run_figures(summary)]
+    found = diagnosed(summary)
+    lost = where_lost_figure(found) if len(found) > 1 else None
+    drifts = {cell.label: diagnosis["drift"]["states"] for cell, diagnosis in found if diagnosis["drift"]}
+    figures = [
+        *([ladder_figure(found[0][1])] if len(found) == 1 else []),
+        *acceptance_figures(summary),
+        *run_figures(summary),
+    ]
     figures += [drift_figure(drifts)] if drifts else []
     figures.sort(key=lambda f: f.id == "categories")  # the tallest last, so that the columns end about level
     return environment.get_template("report.html").render(
@@ -47,7 +53,8 @@ def html_report(summary: Summary) -> str:
         tiles=tiles(summary),
         failed=[c for c in summary.cells if c.error is not None],
         tables=all_tables(summary),
-        figures=[(f, Markup(f.svg)) for f in figures if not f.wide],  # noqa: S704 (drawn by svg.py, which escapes)
+        first_figures=[(lost, Markup(lost.svg))] if lost else [],  # noqa: S704 (drawn by svg.py, which escapes)
+        figures=[(f, Markup(f.svg)) for f in figures if not f.wide],  # noqa: S704
         wide_figures=[(f, Markup(f.svg)) for f in figures if f.wide],  # noqa: S704
         configs=[(c.name, json.dumps(c.config, indent=2, ensure_ascii=False)) for c in summary.cells],
         style=Markup(environment.get_template("report.css").render()),  # noqa: S704 (our own file)

@@ -52,6 +52,13 @@ def numbers(values: Sequence[int]) -> str:
     return f"[{', '.join(map(str, values))}]"
 
 
+def first_line(message: str, limit: int = 320) -> str:
+    """Of an error's message what it says first, without the place of a log or its end: part of a sentence."""
+    line = (message.strip().splitlines() or ["no reason given"])[0].partition("; its log is ")[0]
+    line = line.replace("; ", ", ")
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
 def minus(text: str) -> str:
     """A true minus sign."""
     return text.replace("-", MINUS)

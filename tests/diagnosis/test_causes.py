@@ -6,7 +6,7 @@ from typing import get_args
 
 from eagle3x.diagnosis.causes import REPAIRS, Kind
 from eagle3x.diagnosis.planted import STAGES, Fault
-from eagle3x.reporting.diagnosis import SPOKEN
+from eagle3x.reporting.verdict import SPOKEN
 
 
 def test_what_can_be_planted_can_be_named() -> None:

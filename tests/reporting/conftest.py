@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,8 @@ from eagle3x.benchmark.records import Batch, RequestRecord, append_batch
 from eagle3x.reporting.cell import Cell
 from eagle3x.reporting.sources import Source
 from eagle3x.types import Completion, SpecCounters, Timing, total
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import what they share
 
 CATEGORIES = ("chat", "code", "extraction", "maths", "reasoning", "rewriting", "summary", "translation")
 SOURCES = (

@@ -64,6 +64,7 @@ def test_failures_are_told(make_cell: Any, failed_cell: Any) -> None:
         "cell \u201cthis run\u201d failed: the server ended with code -9 <before it was ready>"
     )
     assert report.summarize([make_cell(overrides=("backend=vllm",)), failed_cell], "x").headline.endswith(
-        "; 1 of 2 cells failed"
+        "; 1 of 2 cells failed; the first: cell \u201csglang\u201d failed: the server ended with code -9"
+        " <before it was ready>"
     )
     assert report.summarize([failed_cell, failed_cell], "x").headline.startswith("All 2 cells failed; the first: cell")
