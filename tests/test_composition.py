@@ -81,6 +81,21 @@ def test_an_experiment_brings_its_own_sweep() -> None:
     assert ids == [(2, 14, 26), (3, 15, 27), (5, 17, 29), (1, 2, 3)]
 
 
+def test_the_founding_question_crosses_quantization_with_an_offset() -> None:
+    found = [c.config for c in cells(["experiment=founding", "quantization=int8"], multirun=False)]
+    assert [(c.serve.quantization.scheme, c.serve.capture) for c in found] == [
+        ("none", "trained"), ("none", "plus_one"), ("int4", "trained"), ("int4", "plus_one"),
+    ]  # fmt: skip
+    assert {(c.stage, c.generate.quantization.scheme, c.benchmark.timing) for c in found} == {
+        ("diagnose", "none", False)
+    }
+    swept = ["experiment=founding", "backend=vllm", "quantization@serve.quantization=fp8,int8", "serve.capture=trained"]
+    found = [c.config for c in cells(swept, multirun=True)]
+    assert [(c.backend.name, c.serve.backend.name, c.serve.quantization.scheme) for c in found] == [
+        ("vllm", "vllm", "fp8"), ("vllm", "vllm", "int8"),
+    ]  # fmt: skip
+
+
 BAD = {
     "backnd=vllm": ["backnd", "backend"],
     "backend=vlm": ["vlm", "did you mean vllm", "transformers"],
