@@ -19,7 +19,7 @@ def other_inputs(weight: Tensor) -> Tensor:
 def to_halves(weight: Tensor, head_dim: int) -> Tensor:
     """[N*d, 2H]: rotary pairs that are neighbours, rows 2i and 2i+1 of a head, moved to its rows i and i + d/2.
 
-    It is `permute` of transformers' convert_llama_weights_to_hf.py; done to weights that are there already it is a fault.
+    It is `permute` of transformers' convert_llama_weights_to_hf.py; done twice it is a fault.
     """
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 

@@ -32,8 +32,9 @@ class Evidence:
 
     claimed, fed: boundaries trained on, and predicted to be fed. headers: the tokens before a response, in the text
     that the drafter learned from and in the text that was served. break_even: tau from which on speculation pays.
-    finder: causes that replay under other readings of the drafter found, before any export of ours. gap: tau on held-out text - tau on train text.
-    probe_fed: boundaries that the serve probe says are fed, if it contradicts `fed`.
+    finder: causes that replay under other readings of the drafter found (one that was trained here: before its export).
+    gap: tau on held-out text - tau on train text. probe_fed: boundaries that the serve probe says are fed, if it
+    contradicts `fed`.
     """
 
     ladder: Ladder

@@ -103,7 +103,9 @@ def _embedding(trained: Published, served: Published, target: Target, fc_explain
     if _same(own, its):
         return None
     if (by := _rows_off(own, its)) is not None:
-        return Change("random_embedding", f"embed_tokens is off by {by:+d} rows: its row i is the trained row i{-by:+d}")
+        return Change(
+            "random_embedding", f"embed_tokens is off by {by:+d} rows: its row i is the trained row i{-by:+d}"
+        )
     likeness = float(torch.nn.functional.cosine_similarity(own.float(), its.float(), dim=1).median())
     fused, other = trained.tensors[FC], served.tensors[FC]
     if likeness < UNRELATED and not fc_explained and other.any() and _unrelated(fused, other):

@@ -231,7 +231,7 @@ def _attention(reading: Reading) -> Iterator[Hypothesis]:
         yield Hypothesis(
             "rotary_layout",
             f"rotary pairs {now}",
-            f"the rows of q_proj and k_proj stand as those of rotary pairs that are {now}; engines take half a head apart",
+            f"q_proj and k_proj were written for rotary pairs that are {now}; engines take rows half a head apart",
             "put the rows of q_proj and k_proj into the order that transformers' Llama has",
             tensors={name: move(tensors[name], head_dim) for name in (QUERY, KEY)},
         )

@@ -59,7 +59,7 @@ STAGES: dict[str, tuple[Fault, ...]] = {
 
 @dataclass(frozen=True)
 class Called:
-    """How a fault must be named. kind: of the cause. said: how a part of its sentence must begin, if the kind is wider."""
+    """How a fault must be named: the cause's kind, and how a part of its sentence must begin if the kind is wider."""
 
     kind: Kind
     said: str = ""
@@ -70,7 +70,9 @@ WIDER: dict[Fault, Called] = {
     "embedding_shifted": Called("random_embedding", "embed_tokens is off by +1 rows"),
     "fc_lost": Called("export_changed", "fc.weight is zero"),
     "final_norm_lost": Called("export_changed", "norm.weight is 1 everywhere"),
-    "projections_exchanged": Called("export_changed", "midlayer.self_attn.k_proj.weight holds the trained midlayer.self_attn.v_proj"),
+    "projections_exchanged": Called(
+        "export_changed", "midlayer.self_attn.k_proj.weight holds the trained midlayer.self_attn.v_proj.weight"
+    ),
 }
 """Faults that share their kind with others."""
 

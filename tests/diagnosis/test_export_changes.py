@@ -1,4 +1,4 @@
-"""What an export did to a drafter: every fault that can be planted in one is told from the weights, alone and in pairs."""
+"""What an export did to a drafter: every fault that can be planted is told from the weights, alone and in pairs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def test_an_embedding_some_rows_off(trained: Path, tiny_target: Target) -> None:
     for by in (-3, -1, 1, 3):
         moved = tiny_target.embedding().roll(by, dims=0)
         moved[range(by) if by > 0 else range(by, 0)] = 0.1
-        [change] = changes(before, replace(before, tensors={**before.tensors, checkpoint.EMBEDDING: moved}), tiny_target)
+        [change] = changes(
+            before, replace(before, tensors={**before.tensors, checkpoint.EMBEDDING: moved}), tiny_target
+        )
         assert change.kind == "random_embedding"
         assert change.sentence == f"embed_tokens is off by {by:+d} rows: its row i is the trained row i{-by:+d}"
 
