@@ -34,7 +34,7 @@ from eagle3x.types import HiddenStates, Response
 
 @dataclass(frozen=True)
 class Shape:
-    """A target's sizes, and documents x tokens of a step."""
+    """A target's sizes, documents x tokens of a step, and how many steps are timed."""
 
     hidden: int
     intermediate: int
@@ -45,6 +45,7 @@ class Shape:
     draft_vocab: int
     documents: int = 8
     length: int = 2048
+    steps: int = 24
 
     def arch(self) -> Architecture:
         """Of the drafter."""
@@ -59,8 +60,8 @@ class Shape:
 
 SHAPES = {
     "8B": Shape(4096, 14336, 32, 8, 128, 128256, 32000),
-    "small": Shape(576, 1536, 9, 3, 64, 49152, 16384),
-    "tiny": Shape(64, 128, 4, 2, 16, 512, 128, 4, 64),
+    "small": Shape(576, 1536, 9, 3, 64, 49152, 16384, steps=240),
+    "tiny": Shape(64, 128, 4, 2, 16, 512, 128, 4, 64, 12),
 }
 KEPT = 0.6
 ATTENTION = ("_attend", "_attend_backward", "_own_backward", "_shared_backward")
@@ -222,20 +223,6 @@ class BareStep:
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
 
-    def measured(self, batch: Packed, steps: int) -> tuple[float, float, float]:
-        """Milliseconds a step of `steps` queued one after another, of which the host needs; peak GiB."""
-        for _ in range(2):
-            self(batch)
-        wait(self.device)
-        reset_memory(self.device)
-        began = time.perf_counter()
-        for _ in range(steps):
-            self(batch)
-        queued = time.perf_counter()
-        wait(self.device)
-        ms = (time.perf_counter() - began) / steps * 1e3
-        return ms, (queued - began) / steps * 1e3, peak_memory()
-
     def profiled(self, batch: Packed) -> str:
         """What the kernels of one step are."""
         from torch.profiler import ProfilerActivity, profile
@@ -252,6 +239,22 @@ class BareStep:
             f"{total:.1f} ms in {launches} kernels: products {products / total:.1%}, attention {attention:.1f} ms"
             f" ({attention / total:.1%}), all else {1 - (products + attention) / total:.1%}"
         )
+
+
+def measured(step: Callable[[], Any], device: torch.device, steps: int) -> tuple[float, float, float]:
+    """Milliseconds a step of `steps` queued one after another, of which the host needs; peak GiB."""
+    for _ in range(2):
+        step()
+    wait(device)
+    reset_memory(device)
+    step()
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    queued = time.perf_counter()
+    wait(device)
+    return (time.perf_counter() - began) / steps * 1e3, (queued - began) / steps * 1e3, peak_memory()
 
 
 def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:

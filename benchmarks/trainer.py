@@ -9,6 +9,7 @@ fit        the product's own `Trainer.fit` on shards of random states (loader, r
 lengths    the bare step with other lengths of documents, and with a frozen head; a profile tells what the time goes to
 two        `Trainer.fit` on two GPUs with twice the tokens a step, beside one GPU
 products   the step's matrix products in fp8 (torch._scaled_mm) beside bf16
+peers      the step of SpecForge and of speculators in turns with the bare step (`peers.py` says what it needs)
 
 Each section has a process of its own. Documents' last 60 % are in the loss. "of peak": by counted FLOPs of rows in the
 loss (`flops_per_token`), beside a bf16 product of 8192^3 in the same process. Prints Markdown.
@@ -26,9 +27,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from random_training import KEPT, SHAPES, BareStep, Bench, timed, wait
+from peers import compare
+from random_training import KEPT, SHAPES, BareStep, Bench, measured, timed, wait
 
-from eagle3x.training.loader import Loader
+from eagle3x.training.loader import loaded
 
 HEADER = "| run | ratio | to | ms a step | tokens/s | of peak | host ms | peak GiB |\n|" + " --- |" * 8
 
@@ -42,12 +44,12 @@ def row(run: str, ratio: float | None, to: str, *figures: str) -> None:
 def fit(bench: Bench, name: str) -> None:
     """`Trainer.fit`, the bare step before and after it, the loader alone."""
     data = bench.data(bench.tokens, bench.steps)
-    batch = data.read(data.plan[0], bench.device).to(bench.device)
+    reader = data.reader()
+    batch = reader(data.plan[0]).to(bench.device)
     asked = batch.step.asked / batch.step.tokens
 
     def bare() -> tuple[float, float, float]:
-        step = BareStep(bench, data.cfg)
-        return step.measured(batch, max(2, bench.steps // 3))
+        return measured(partial(BareStep(bench, data.cfg), batch), bench.device, max(2, bench.steps // 3))
 
     before = bare()
     whole = bench.fit(data)
@@ -57,9 +59,9 @@ def fit(bench: Bench, name: str) -> None:
     ratio = 2 * whole["ms"] / (before[0] + after[0])
     figures = bench.figures(whole["ms"], whole["host"], whole["gib"], data.cfg, asked)
     row(f"{name}: `Trainer.fit`", ratio, "bare step's time", *figures)
-    steps = data.plan[: 2 * (len(data.plan) // 2)] * 2
-    batches = iter(Loader(steps, lambda s: data.read(s, bench.device), bench.device, data.cfg.num_workers))
-    for _ in range(4):
+    workers = data.cfg.num_workers
+    batches = loaded(data.plan + data.plan[: 2 * workers], reader, bench.device, workers, reader.room(data.plan))
+    for _ in range(2 * workers):  # what was read while they started
         next(batches)
     began = time.perf_counter()
     count = sum(1 for _ in batches)
@@ -87,9 +89,9 @@ def lengths(bench: Bench, name: str) -> None:
         bench.shape = replace(shape, documents=documents, length=length)
         data = bench.data(bench.tokens)
         cfg = bench.config(bench.tokens, freeze_head=frozen)
-        batch = data.read(data.plan[0], bench.device).to(bench.device)
+        batch = data.reader()(data.plan[0]).to(bench.device)
         step = BareStep(bench, cfg)
-        found = step.measured(batch, max(2, bench.steps // 4))
+        found = measured(partial(step, batch), bench.device, max(2, bench.steps // 4))
         per_token = found[0] / bench.tokens
         base = base or per_token
         what = f"{name}: bare step, {documents} x {length}{', head frozen' if frozen else ''}"
@@ -145,8 +147,11 @@ def products(bench: Bench, name: str) -> None:
                 print(f"| {sizes} | {kind} | {wide / ms:.2f} | {rate / ms:.0f} | {rate / wide:.0f} |", flush=True)
 
 
-SECTIONS = {"fit": fit, "lengths": lengths, "two": two, "products": products}
-ON_CPU = ("fit", "lengths")
+SECTIONS = {"fit": fit, "lengths": lengths, "two": two, "products": products, "peers": compare}
+ON_CPU = ("fit", "lengths", "peers")
+OWN_HEADER = ("products", "peers")
+AS_MODULE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import trainer; trainer.main()"
+"""How a section's process is called: a script, with all that it imports, would be imported by every reader again."""
 
 
 def main() -> None:
@@ -154,7 +159,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all, where none is named")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["8B", "small"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--steps", type=int, default=24, help="of a fit")
+    parser.add_argument("--steps", type=int, help="of a fit; where it is left out, as many as suit the shape")
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()), help="folder for shards: page cache")
     parser.add_argument("--here", action="store_true", help="in this process: one section, one shape")
     asked = parser.parse_args()
@@ -164,7 +169,7 @@ def main() -> None:
     if asked.here:
         (section,), (shape,) = sections, asked.shape
         with tempfile.TemporaryDirectory(dir=asked.store) as scratch:
-            bench = Bench(SHAPES[shape], torch.device(asked.device), Path(scratch), asked.steps)
+            bench = Bench(SHAPES[shape], torch.device(asked.device), Path(scratch), asked.steps or SHAPES[shape].steps)
             SECTIONS[section](bench, shape)
         return
     where = torch.cuda.get_device_name() if asked.device == "cuda" else "CPU"
@@ -172,19 +177,10 @@ def main() -> None:
     for section in sections:
         for shape in asked.shape:
             began = time.monotonic()
-            print(f"\n## {section}, {shape}\n\n{HEADER if section != 'products' else ''}", flush=True)
-            options = [
-                "--here",
-                "--shape",
-                shape,
-                "--device",
-                asked.device,
-                "--steps",
-                str(asked.steps),
-                "--store",
-                str(asked.store),
-            ]
-            done = subprocess.run([sys.executable, __file__, section, *options])
+            print(f"\n## {section}, {shape}\n\n{'' if section in OWN_HEADER else HEADER}", flush=True)
+            options = ["--here", "--shape", shape, "--device", asked.device, "--store", str(asked.store)]
+            options += [] if asked.steps is None else ["--steps", str(asked.steps)]
+            done = subprocess.run([sys.executable, "-c", AS_MODULE, section, *options])
             print(f"\n{'' if done.returncode == 0 else 'FAILED after '}{time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -114,7 +114,7 @@ def make(run: StageRun) -> dict[str, Any]:
         if is_tree:
             log("trees are not replayed: what this cell accepts is compared with a chain's by the report")
         else:
-            _continue_texts(run, engine, chosen)
+            _continue_texts(run, engine, export.directory, chosen)
             reference: Captures = engine
             if not _is_reference(slot):
                 stack.close()  # two engines need not fit into the memory together
@@ -251,9 +251,9 @@ def _served(run: StageRun) -> list[RequestRecord]:
     return requests(read_batches(run.work / ACCEPTANCE))
 
 
-def _continue_texts(run: StageRun, engine: Engine, chosen: Sequence[Response]) -> None:
+def _continue_texts(run: StageRun, engine: Engine, drafter: Path, chosen: Sequence[Response]) -> None:
     """k more tokens of each served text, since drafts are accepted past its stop. Where the engine wrote what the eval
-    text says, that text's own continuation is taken."""
+    text says, that text's own continuation is taken; else a server that still runs is asked."""
     k, file = run.cfg.speculation.num_speculative_tokens, run.work / TEXTS
     known = {line["id"] for line in read_lines(file)}
     by_id = {r.id: r for r in chosen}
@@ -272,9 +272,11 @@ def _continue_texts(run: StageRun, engine: Engine, chosen: Sequence[Response]) -
             unknown.append(Request(record.id, _text(response, output), k, ignore_eos=True))
     if unknown:
         log(f"{len(unknown)} served texts are not the eval text: the engine writes how they go on")
-    for completion in engine.generate(unknown):
-        prompt = by_id[completion.id].token_ids[: by_id[completion.id].prompt_tokens]
-        found.append({"id": completion.id, "prompt_ids": prompt, "further": completion.token_ids})
+        served = (None, None) if engine.can_serve_plain else (drafter, run.cfg.speculation)
+        with engine.serve(*served) as endpoint:
+            for completion in endpoint.complete(unknown, run.cfg.benchmark.acceptance_concurrency):
+                prompt = by_id[completion.id].token_ids[: by_id[completion.id].prompt_tokens]
+                found.append({"id": completion.id, "prompt_ids": prompt, "further": completion.token_ids})
     append_lines(file, found)
 
 

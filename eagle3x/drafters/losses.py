@@ -11,7 +11,7 @@ size, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,10 +62,10 @@ class Pairs:
     labels: Tensor
     chunks: tuple[tuple[int, int], ...]
 
-    def map(self, change: Callable[[Tensor], Any]) -> Pairs:  # fmt: skip
-        """The same with every tensor changed: moved, pinned."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Pairs(**{name: change(v) if isinstance(v, Tensor) else v for name, v in values.items()})
+    def map(self, change: Callable[[Tensor], Any]) -> Pairs:
+        """The same with every tensor changed: moved, described."""
+        row, label, step, scale = change(self.row), change(self.label), change(self.step), change(self.scale)
+        return Pairs(row, label, step, scale, change(self.labels), self.chunks)
 
 
 def pairs_of(
@@ -87,11 +87,14 @@ def pairs_of(
         [times * w / sum(weights) / max(1, count) for w, count in zip(weights, counts, strict=True)],
         dtype=torch.float64,
     )
-    step, row = torch.nonzero(keep, as_tuple=True)
-    position = row + 1 + step
-    order = torch.argsort(position, stable=True)
-    step, row, position = step[order], row[order], position[order]
-    labels, label, per_label = torch.unique_consecutive(position, return_inverse=True, return_counts=True)
+    steps, total = keep.shape
+    taught = torch.zeros(total + steps, steps, dtype=torch.bool)  # whether a position teaches a row of each step
+    for step, rows in enumerate(keep):
+        taught[1 + step : 1 + step + total, step] = rows
+    position, step = torch.nonzero(taught, as_tuple=True)
+    row = position - 1 - step
+    labels, per_label = torch.unique_consecutive(position, return_counts=True)
+    label = torch.arange(len(labels)).repeat_interleave(per_label)
     ends = per_label.cumsum(0)
     chunks, done = [], 0
     while done < len(labels):

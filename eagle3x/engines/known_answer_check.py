@@ -60,20 +60,20 @@ def check_known_answer(identity: Mapping[str, Any], speculation: Speculation, se
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"pair-{k}.lock"):
         known = build(folder / f"pair-{k}", k)
-        target = resolve(
-            TargetConfig(
-                name="known-answer", path=str(known.target_dir), wheel=None, hub_id=None, revision=None,
-                trust_remote_code=False, aux_layer_ids=known.boundaries,
-            )
-        )  # fmt: skip
-        requests = [Request(f"known-{start}", (17, 40, 9, start), TOKENS, ignore_eos=True) for start in STARTS]
-        with serve(target, known.drafter_dir, Speculation.chain(k)) as endpoint:
-            before = endpoint.totals()
-            if before is None:
-                raise EagleError(f"known-answer pair: {identity['engine']} has no counters although it has a drafter")
-            texts = {c.id: c.token_ids for c in endpoint.complete(requests, 1)}
-            expected = total([known.counters(r.prompt_ids, TOKENS, ignore_eos=True) for r in requests])
-            moved = _settled(endpoint, before, expected)
+    target = resolve(
+        TargetConfig(
+            name="known-answer", path=str(known.target_dir), wheel=None, hub_id=None, revision=None,
+            trust_remote_code=False, aux_layer_ids=known.boundaries,
+        )
+    )  # fmt: skip
+    requests = [Request(f"known-{start}", (17, 40, 9, start), TOKENS, ignore_eos=True) for start in STARTS]
+    with serve(target, known.drafter_dir, Speculation.chain(k)) as endpoint:
+        before = endpoint.totals()
+        if before is None:
+            raise EagleError(f"known-answer pair: {identity['engine']} has no counters although it has a drafter")
+        texts = {c.id: c.token_ids for c in endpoint.complete(requests, 1)}
+        expected = total([known.counters(r.prompt_ids, TOKENS, ignore_eos=True) for r in requests])
+        moved = _settled(endpoint, before, expected)
     if wrong := [r.id for r in requests if texts[r.id] != known.output(r.prompt_ids, TOKENS, ignore_eos=True)]:
         raise EagleError(f"known-answer pair: {identity['engine']} wrote other text than its target computes: {wrong}")
     tau = 1 + moved.accepted / max(moved.verify_steps, 1)

@@ -6,8 +6,9 @@ that no training step waits for the device to count something.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,9 +64,9 @@ class Layout:
     longest: int
 
     def map(self, change: Callable[[Tensor], Any]) -> Layout:
-        """The same with every tensor changed: moved, pinned."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Layout(**{name: change(v) if isinstance(v, Tensor) else v for name, v in values.items()})
+        """The same with every tensor changed: moved, described."""
+        rows, slots, positions = change(self.rows), change(self.slots), change(self.positions)
+        return Layout(rows, slots, positions, change(self.query_blocks), change(self.key_blocks), self.longest)
 
 
 def layout_of(rows: Tensor, document_lengths: Sequence[int]) -> Layout:
@@ -84,8 +85,7 @@ def layout_of(rows: Tensor, document_lengths: Sequence[int]) -> Layout:
         seen = row_list[last - 1] + 1 if last > first else start  # nobody looks at what comes after the last query
         slot = first
         for low in range(start, seen, KEY_BLOCK):
-            while row_list[slot] < low:
-                slot += 1
+            slot = bisect_left(row_list, low, slot, last)
             keys.append((low, min(low + KEY_BLOCK, seen), slot, last))
         start, first = end, last
     queries.sort(key=lambda b: b[2] - row_list[b[1] - 1])

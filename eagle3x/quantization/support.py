@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from eagle3x.engines.resolved import is_mla
 from eagle3x.progress import log
-from eagle3x.quantization import cpu, in_slot
+from eagle3x.quantization import cpu, in_slot, marlin
 from eagle3x.quantization.stored import stored_scheme
 from eagle3x.types import ConfigError
 
@@ -45,16 +46,20 @@ TABLE: dict[tuple[str, str], dict[str, Row]] = {
         "fp8_online": NO_ONLINE_FP8, "nvfp4": NO_NVFP4,
     },
     ("transformers", "cuda"): {
-        "int8": READ, "int4": READ, "fp8": READ,
+        "int8": Row("5.17.0"), "int4": Row("5.17.0"), "fp8": Row("5.17.0"),
         "fp8_online": NO_ONLINE_FP8, "nvfp4": Row(refused="transformers has no kernel for it; use vllm or sglang"),
     },
     ("vllm", "cpu"): {
         "int8": Row("0.32.0"), "int4": READ, "fp8": Row("0.32.0"),
         "fp8_online": NO_ONLINE_FP8, "nvfp4": NO_NVFP4,
     },
-    ("vllm", "cuda"): {"int8": READ, "int4": READ, "fp8": READ, "fp8_online": READ, "nvfp4": READ},
+    ("vllm", "cuda"): {
+        "int8": Row("0.26.0"), "int4": Row("0.26.0"), "fp8": Row("0.26.0"), "fp8_online": Row("0.26.0"), "nvfp4": READ,
+    },
     ("sglang", "cpu"): dict.fromkeys(("int8", "int4", "fp8", "fp8_online", "nvfp4"), NOTHING_ON_SGLANG_CPU),
-    ("sglang", "cuda"): {"int8": READ, "int4": READ, "fp8": READ, "fp8_online": READ, "nvfp4": READ},
+    ("sglang", "cuda"): {
+        "int8": Row("0.5.14"), "int4": READ, "fp8": Row("0.5.14"), "fp8_online": READ, "nvfp4": READ,
+    },
 }  # fmt: skip
 """By engine and device; each row's scheme. `none` runs everywhere."""
 
@@ -71,6 +76,9 @@ def refusals(engine: str, slot: Slot, target: Target, hardware: Hardware) -> lis
                 return [f"quantization={scheme}: {NO_AVX512}"]
             if scheme == stored_scheme(target) == "int8" and cpu.sums_overflow():
                 return [f"quantization={scheme}: {OVERFLOW}"]
+        asked = engine == "sglang" and scheme == "int4" and not is_mla(target)
+        if asked and (names := marlin.untiled(target, slot.backend.tensor_parallel)):
+            return [f"quantization=int4: SGLang's kernel (Marlin) has no tile for {', '.join(names)}; use vLLM"]
         return in_slot.refusals(slot, target)
     except ConfigError as error:  # a checkpoint of a scheme that we do not know
         return [str(error)]

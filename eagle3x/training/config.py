@@ -42,7 +42,7 @@ class Train:
     checkpoints: Annotated[int, PLACEMENT]
     """How often, evenly, training can be resumed from."""
     num_workers: Annotated[int, PLACEMENT]
-    """Threads that read ahead; 0 reads when a step begins."""
+    """Processes that read ahead, for each device; 0 reads when a step begins. So many steps, and two, are in memory."""
 
     def __post_init__(self) -> None:
         if min(self.ttt_steps, self.tokens_per_step, self.epochs, self.head_chunk, self.validations) < 1:

@@ -6,7 +6,9 @@ had reached is exact wherever it continues.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -14,13 +16,28 @@ from torch import Tensor
 
 from eagle3x.data.shards import Sample
 from eagle3x.training.config import Train
-from eagle3x.training.loader import Loader
-from eagle3x.training.packing import Packed, Size, kept, pack, plan, shares
+from eagle3x.training.loader import loaded
+from eagle3x.training.packing import Packed, plan
+from eagle3x.training.reading import Reader
 
 
 def evenly(total: int, parts: int) -> list[int]:
     """`parts` ends of equal shares of `total` steps, the last of which is `total`; fewer if steps are fewer."""
     return sorted({max(1, round(total * part / parts)) for part in range(1, parts + 1)})
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The next `length` of the steps that are being read ahead."""
+
+    steps: Iterator[Packed]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Packed]:
+        return islice(self.steps, self.length)
 
 
 class DraftData(LightningDataModule):
@@ -40,41 +57,43 @@ class DraftData(LightningDataModule):
         teachable: Sequence[Tensor] | None,
     ) -> None:
         super().__init__()
-        self.cfg, self.samples, self.teachable = cfg, samples, teachable
+        self.cfg, self.samples, self.lengths = cfg, samples, lengths
         self.plan = plan(lengths, cfg.tokens_per_step, cfg.epochs, seed)
         validations, checkpoints = evenly(len(self.plan), cfg.validations), evenly(len(self.plan), cfg.checkpoints)
         self.validation_steps = frozenset(validations)
         self.segment_ends = sorted({*validations, *checkpoints})
+        self.labelled = [True] * len(samples)
+        if teachable is not None:
+            pairs = zip(samples, teachable, strict=True)
+            self.labelled = [bool((sample.loss_mask[2:] & known[1:-1]).any()) for sample, known in pairs]
+        self.teachable = None if teachable is None else torch.cat(list(teachable)).numpy()
+        self._ahead: Generator[Packed] | None = None
 
-    def train_dataloader(self) -> Loader:
-        """The steps of the current epoch's segment."""
+    def reader(self, process: int = 0, processes: int = 1) -> Reader:
+        """Reads a process' share of a step's samples."""
+        return Reader(self.samples, self.lengths, self.cfg, self.teachable, self.labelled, process, processes)
+
+    def train_dataloader(self) -> Segment:
+        """The steps of the current epoch's segment. What comes after them is read meanwhile."""
         assert self.trainer is not None
-        segment = self.trainer.current_epoch
+        # Not `current_epoch`: a resumed trainer comes here before it has put that right.
+        segment = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         start = self.segment_ends[segment - 1] if segment else 0
-        steps = self.plan[start : self.segment_ends[segment]]
-        device, rank, processes = (
-            self.trainer.strategy.root_device,
-            self.trainer.global_rank,
-            self.trainer.world_size,
-        )
-        return Loader(steps, lambda step: self.read(step, device, rank, processes), device, self.cfg.num_workers)
+        if self._ahead is None:
+            reader, steps = self.reader(self.trainer.global_rank, self.trainer.world_size), self.plan[start:]
+            device = self.trainer.strategy.root_device
+            self._ahead = loaded(steps, reader, device, self.cfg.num_workers, reader.room(steps))
+        return Segment(self._ahead, self.segment_ends[segment] - start)
 
-    def read(self, step: Sequence[int], device: torch.device, process: int = 0, processes: int = 1) -> Packed:
-        """A process' share of one step's samples, packed on the CPU, ready to be sent to the device.
+    def teardown(self, stage: str) -> None:
+        """The readers end."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
-        Where not everybody would have a row in the loss, everybody reads all.
-        """
-        cfg, samples = self.cfg, [self.samples[i] for i in step]
-        known = [None if self.teachable is None else [self.teachable[i]] for i in step]
-        keeps = [kept([sample], cfg.ttt_steps, mask) for sample, mask in zip(samples, known, strict=True)]
-        size, times, mine = Size.of(torch.cat(keeps, dim=1)), 1, list(range(len(step)))
-        if processes > 1:
-            dealt = shares([len(sample.token_ids) for sample in samples], processes)
-            if all(any(bool(keeps[i].any()) for i in part) for part in dealt):
-                times, mine = processes, dealt[process]
-        keep = torch.cat([keeps[i] for i in mine], dim=1)
-        pinned = device.type == "cuda"
-        return pack([samples[i] for i in mine], keep, cfg.step_weights, cfg.head_chunk, pinned, size, times)
+    def on_exception(self, exception: BaseException) -> None:
+        """A trainer that fails does not tear down."""
+        self.teardown("fit")
 
     def transfer_batch_to_device(self, batch: Packed, device: torch.device, dataloader_idx: int) -> Packed:
         """The loader has done it."""

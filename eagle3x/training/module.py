@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class PendingRecord:
         return {**self.known, "loss": loss, "accuracy": right, "rows": list(self.rows)}
 
 
+SECONDS_OF_RECORDS = 1.0
+"""Records are written that often: opening the file may take as long as a small step's Python."""
 EMBEDDING = "drafter.embed_tokens.weight"
 """The target's, frozen: left out of checkpoints."""
 
@@ -89,7 +92,7 @@ class DraftModule(LightningModule):
         self.strict_loading = False
         self.tokens_seen = 0
         self._pending: deque[PendingRecord] = deque()
-        self._started = time.monotonic()
+        self._started = self._written = time.monotonic()
 
     def setup(self, stage: str) -> None:
         """The teacher follows the drafter to its device, in the precision of the steps."""
@@ -107,7 +110,7 @@ class DraftModule(LightningModule):
         return loss
 
     def _record(self, batch: Packed, sums: Tensor) -> None:
-        """Keep what the step's record needs, and write those that have arrived."""
+        """Keep what the step's record needs, and now and then write those that have arrived."""
         self.tokens_seen += batch.step.tokens
         if self.trainer.world_size > 1:
             sums = sums * (batch.times / self.trainer.world_size)
@@ -122,13 +125,16 @@ class DraftModule(LightningModule):
             "seconds": time.monotonic() - self._started,
         }
         self._pending.append(PendingRecord.of(known, batch.step.kept, sums))
-        while self._pending and self._pending[0].arrived():
-            self.history.append(self._pending.popleft().record())
+        if time.monotonic() - self._written > SECONDS_OF_RECORDS:
+            self._written = time.monotonic()
+            arrived = list(takewhile(PendingRecord.arrived, self._pending))
+            self.history.append(*(self._pending.popleft().record() for _ in arrived))
 
     def write_records(self) -> None:
         """Wait for every record of the steps so far."""
-        while self._pending:
-            self.history.append(self._pending.popleft().record())
+        if self._pending:
+            self.history.append(*(pending.record() for pending in self._pending))
+            self._pending.clear()
 
     def on_train_epoch_end(self) -> None:
         """A segment has ended: what is validated or saved next comes after its records."""

@@ -32,7 +32,15 @@ import torch
 from torch import Tensor
 
 from eagle3x.drafters.losses import Pairs, pairs_of
-from eagle3x.kernels.layout import Layout, layout_of
+from eagle3x.kernels.layout import KEY_BLOCK, QUERY_BLOCK, Layout, layout_of
+
+
+class Empty(Protocol):
+    """Where packed steps are written to."""
+
+    def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> Tensor:
+        """As `torch.empty`."""
+        ...
 
 
 class Document(Protocol):
@@ -91,13 +99,13 @@ class Packed:
     times: int
 
     def map(self, change: Callable[[Tensor], Any]) -> Packed:
-        """The same with every tensor changed: moved, pinned."""
+        """The same with every tensor changed: moved, described."""
         ids, aux, last = change(self.token_ids), change(self.aux), change(self.last)
         return Packed(ids, aux, last, self.layout.map(change), self.pairs.map(change), self.step, self.times)
 
     def to(self, device: torch.device) -> Packed:
-        """The same on another device; from pinned memory nobody waits for it."""
-        return self.map(lambda x: x.to(device, non_blocking=True))
+        """The same on another device."""
+        return self.map(lambda x: x.to(device))
 
 
 def keep_rows(loss_mask: Tensor, steps: int) -> Tensor:
@@ -125,35 +133,46 @@ def kept(documents: Sequence[Document], steps: int, teachable: Sequence[Tensor] 
 
 
 def pack(
-    documents: Sequence[Document], keep: Tensor, step_weights: Sequence[float], chunk: int, pinned: bool = False,
+    documents: Sequence[Document], keep: Tensor, step_weights: Sequence[float], chunk: int, empty: Empty = torch.empty,
     step: Size | None = None, times: int = 1,
 ) -> Packed:  # fmt: skip
     """Join documents; no row looks across their borders.
 
-    keep: see `kept`. step_weights, one for each TTT step, and chunk: see `pairs_of`. pinned: in memory that a GPU reads
-    by itself. step (None: these documents), times: see `Packed`.
+    keep: see `kept`. step_weights, one for each TTT step, and chunk: see `pairs_of`. empty: hands out the memory of
+    every tensor. step (None: these documents), times: see `Packed`.
     """
     step = step or Size.of(keep)
     rows = torch.nonzero(keep.any(dim=0))[:, 0]
     layout = layout_of(rows, [len(d.token_ids) for d in documents])
     pairs = pairs_of(keep, layout.slots, step_weights, chunk, step.kept, times)
-    if pinned:
-        layout, pairs = layout.map(Tensor.pin_memory), pairs.map(Tensor.pin_memory)
+
+    def place(x: Tensor) -> Tensor:
+        return empty(tuple(x.shape), dtype=x.dtype).copy_(x)
+
     tokens, aux, last = ([getattr(d, name) for d in documents] for name in ("token_ids", "aux", "last"))
     return Packed(
-        _joined(tokens, pinned), _joined(aux, pinned), _chosen(last, pairs.labels, pinned), layout, pairs, step, times
-    )
+        _joined(tokens, empty), _joined(aux, empty), _chosen(last, pairs.labels, empty),
+        layout.map(place), pairs.map(place), step, times,
+    )  # fmt: skip
 
 
-def _joined(parts: Sequence[Tensor], pinned: bool) -> Tensor:
+def room(document: Document, tokens: int, documents: int, steps: int) -> int:
+    """Bytes that `pack` asks of `empty` at most, for so many tokens in documents such as this one: every row kept."""
+    states = sum(x.shape[1] * x.element_size() for x in (document.aux, document.last))
+    indices = 8 + (8 + 4 + 4) + 8 + 4 * 8 * steps  # token ids; rows, slots, positions; labels; row, label, step, scale
+    blocks = (tokens // min(QUERY_BLOCK, KEY_BLOCK) + documents) * 4 * (3 + 4)
+    return tokens * (states + indices) + blocks
+
+
+def _joined(parts: Sequence[Tensor], empty: Empty) -> Tensor:
     """One copy, from the mapped file to where it is sent from."""
-    out = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
+    out = empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype)
     return torch.cat(list(parts), out=out)
 
 
-def _chosen(parts: Sequence[Tensor], rows: Tensor, pinned: bool) -> Tensor:
+def _chosen(parts: Sequence[Tensor], rows: Tensor, empty: Empty) -> Tensor:
     """Ascending rows [n] of tensors that lie one after another, and only these are read."""
-    out = torch.empty(len(rows), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
+    out = empty((len(rows), *parts[0].shape[1:]), dtype=parts[0].dtype)
     ends = torch.tensor([len(part) for part in parts]).cumsum(0)
     start = first = 0
     for part, end, last in zip(parts, ends.tolist(), torch.searchsorted(rows, ends).tolist(), strict=True):

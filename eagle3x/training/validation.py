@@ -24,10 +24,10 @@ class History:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Add one record."""
+    def append(self, *records: dict[str, Any]) -> None:
+        """Add records."""
         with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+            stream.writelines(json.dumps(record) + "\n" for record in records)
 
     def truncate(self, step: int) -> None:
         """Forget what lies after `step`: a resumed run does it again."""

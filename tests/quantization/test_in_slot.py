@@ -17,7 +17,7 @@ from eagle3x.composition import cells
 from eagle3x.config import Hardware
 from eagle3x.engines import adapter
 from eagle3x.engines.config import Attention, Backend, EngineName, Quantization, Slot
-from eagle3x.quantization import cpu, in_slot, rounding, support
+from eagle3x.quantization import cpu, in_slot, marlin, rounding, support
 from eagle3x.quantization.stored import stored_as, stored_scheme
 from eagle3x.stage_identity import identities
 from eagle3x.targets import Target, resolve
@@ -181,8 +181,25 @@ def test_the_table_is_whole(tiny_target: Target) -> None:
             found = support.refusals(engine, slot(scheme), tiny_target, CPU if device == "cpu" else CUDA)
             if scheme == "nvfp4" and row.refused is None:
                 assert "give one as the target" in found[0]  # it runs, but is not made here
+            elif (engine, device, scheme) == ("sglang", "cuda", "int4"):
+                assert "q, k and v (32 x 64)" in found[0]  # it runs, but not this target
             else:
                 assert found == ([] if row.refused is None else [f"quantization={scheme}: {row.refused}"])
+
+
+def test_int4_on_sglang_takes_matrices_that_its_tiles_divide(tiny_target: Target) -> None:
+    """SmolLM2 was seen to fail there; Llama-3.1-8B's sizes are multiples of 128, also on 4 GPUs."""
+    smollm2 = replace(
+        tiny_target, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64
+    )  # fmt: skip
+    llama = replace(
+        tiny_target, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128
+    )  # fmt: skip
+    assert marlin.untiled(smollm2, 1) == ["q, k and v (576 x 960)", "o (576 x 576)"]
+    assert (marlin.untiled(llama, 1), marlin.untiled(llama, 4)) == ([], [])
+    (reason,) = support.refusals("sglang", slot("int4", name="sglang"), smollm2, CUDA)
+    assert "o (576 x 576); use vLLM" in reason
+    assert support.refusals("vllm", slot("int4", name="vllm"), smollm2, CUDA) == []
 
 
 def test_int4_on_vllm_takes_avx512(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,5 +235,5 @@ def test_what_never_ran_goes_on_with_a_warning(caplog: pytest.LogCaptureFixture)
     support.warn("vllm", slot("int8"), CPU)
     support.warn("sglang", slot("none"), CPU)
     assert caplog.messages == []
-    support.warn("vllm", slot("int8"), CUDA)
-    assert caplog.messages == ["quantization=int8: never run by eagle3x with vllm on cuda; going on"]
+    support.warn("vllm", slot("nvfp4"), CUDA)
+    assert caplog.messages == ["quantization=nvfp4: never run by eagle3x with vllm on cuda; going on"]

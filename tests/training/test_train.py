@@ -272,11 +272,14 @@ def fitted(run: Any, training: Train, documents: int) -> tuple[dict[str, torch.T
 
 
 def test_two_processes_train_the_same_drafter(stage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of two documents, one for each process, and a last one of a single document, which both read."""
+    """Steps of two documents, one for each process, and a last one of a single document, which both read.
+
+    Each process has a reader of its own.
+    """
     training = replace(TRAIN, epochs=1, checkpoints=1)
     alone, ours = fitted(stage("one"), training, 5)
     monkeypatch.setattr(train, "devices_of", lambda hardware: [torch.device("cpu")] * 2)
-    together, theirs = fitted(stage("two"), training, 5)
+    together, theirs = fitted(stage("two"), replace(training, num_workers=1), 5)
     assert len(theirs) == 3
     assert theirs[-1]["tokens"] == 23 + 24 + 25 + 23 + 24
     for mine, other in zip(ours, theirs, strict=True):
@@ -285,6 +288,16 @@ def test_two_processes_train_the_same_drafter(stage: Callable[..., Any], monkeyp
         assert other["accuracy"] == pytest.approx(mine["accuracy"], abs=1e-6)
     for name, tensor in alone.items():  # Adam's steps are 2e-3 each, whatever the gradient: 1 % of one is agreement
         torch.testing.assert_close(together[name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_reading_ahead_by_processes_trains_the_same_drafter(stage: Callable[..., Any]) -> None:
+    """Over three segments, of which one stream of steps is read."""
+    training = replace(TRAIN, epochs=1, checkpoints=3)
+    here, ours = fitted(stage("here"), training, 9)
+    ahead, theirs = fitted(stage("ahead"), replace(training, num_workers=2), 9)
+    assert len(ours) == 5
+    assert [{**r, "seconds": 0} for r in ours] == [{**r, "seconds": 0} for r in theirs]
+    assert all(torch.equal(tensor, ahead[name]) for name, tensor in here.items())
 
 
 def test_a_frozen_head_stays_and_the_rest_learns(stage: Callable[..., Any]) -> None:
