@@ -31,7 +31,6 @@ from eagle3x.drafters.checkpoint import EMBEDDING, HEAD, Published, read
 from eagle3x.engines import adapter
 from eagle3x.engines.config import Job
 
-
 HEAD_DIM = 64
 """Of the default drafter."""
 
