@@ -175,7 +175,9 @@ def _check_names(name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapp
 
 
 def write(directory: Path, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
-    """config.json and model.safetensors, as they are given."""
+    """config.json and model.safetensors, as they are given. Each tensor is stored for itself, whatever it shares."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
+    alone = {n: t if memory.count(at) == 1 else t.clone() for (n, t), at in zip(tensors.items(), memory, strict=True)}
+    save_file({n: t.contiguous() for n, t in alone.items()}, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
