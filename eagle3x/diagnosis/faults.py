@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3x.diagnosis.attention_weights import KEY, QUERY, VALUE, other_inputs, to_halves
+from eagle3x.diagnosis.attention_weights import KEY, QUERY, VALUE, other_inputs, to_neighbours
 from eagle3x.diagnosis.planted import Fault
 from eagle3x.drafters.checkpoint import EMBEDDING, WEIGHTS
 from eagle3x.types import HiddenStates, Response, TokenSample
@@ -42,9 +42,9 @@ def tamper(directory: Path, faults: Sequence[Fault], target: Target) -> None:
                 tensors["fc.weight"] = torch.cat([*others, first], dim=1)
             case "inputs_swapped":
                 tensors |= {name: other_inputs(tensors[name]) for name in (QUERY, KEY, VALUE)}
-            case "rotary_layout":
+            case "interleaved_pairs":  # as Meta's own Llama checkpoints have them
                 head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-                tensors |= {name: to_halves(tensors[name], head_dim) for name in (QUERY, KEY)}
+                tensors |= {name: to_neighbours(tensors[name], head_dim) for name in (QUERY, KEY)}
             case "norm_variant":
                 config["norm_output"] = not config.get("norm_output", False)
             case "random_embedding":

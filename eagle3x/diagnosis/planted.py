@@ -18,7 +18,7 @@ Fault = Literal[
     "normed_states",
     "columns_swapped",
     "inputs_swapped",
-    "rotary_layout",
+    "interleaved_pairs",
     "norm_variant",
     "random_embedding",
     "embedding_shifted",
@@ -39,7 +39,7 @@ STAGES: dict[str, tuple[Fault, ...]] = {
     "export": (
         "columns_swapped",
         "inputs_swapped",
-        "rotary_layout",
+        "interleaved_pairs",
         "norm_variant",
         "random_embedding",
         "embedding_shifted",
@@ -67,6 +67,7 @@ class Called:
 
 WIDER: dict[Fault, Called] = {
     "captured_late": Called("offset_training"),
+    "interleaved_pairs": Called("rotary_layout"),
     "embedding_shifted": Called("random_embedding", "embed_tokens is off by +1 rows"),
     "fc_lost": Called("export_changed", "fc.weight is zero"),
     "final_norm_lost": Called("export_changed", "norm.weight is 1 everywhere"),

@@ -31,7 +31,7 @@ TOUCHED: dict[str, tuple[Fault, ...]] = {
     "fc": ("columns_swapped", "other_target", "fc_lost"),
     "embedding": ("random_embedding", "embedding_shifted", "other_target"),
     "map": ("d2t_missing", "d2t_shifted", "stale_vocabulary"),
-    "projections": ("projections_exchanged", "inputs_swapped", "rotary_layout"),
+    "projections": ("projections_exchanged", "inputs_swapped", "interleaved_pairs"),
 }
 """Faults that change the same tensors: two of them are one other change. Attention's inputs and pairs go together."""
 
@@ -79,7 +79,7 @@ def test_each_fault(trained: Path, tiny_target: Target, tmp_path: Path, fault: F
 
 def test_every_two_faults(trained: Path, tiny_target: Target, tmp_path: Path) -> None:
     """But for two that change the same tensors, and another target's drafter, of which nothing else can be told."""
-    together = {("inputs_swapped", "rotary_layout")}
+    together = {("inputs_swapped", "interleaved_pairs")}
     pairs = 0
     for one, other in itertools.combinations(STAGES["export"], 2):
         same = any(one in faults and other in faults for faults in TOUCHED.values())
