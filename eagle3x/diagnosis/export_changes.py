@@ -31,7 +31,7 @@ KNOWN = {"d2t", "t2d", EMBEDDING}
 """Tensors that have a comparison of their own."""
 ROUNDING = 2**-7
 """Relative difference of a tensor that was stored in 16 bits."""
-LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {"neighbours": to_neighbours, "half a head apart": to_halves}
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {"side by side": to_neighbours, "half a head apart": to_halves}
 MOST_LISTED = 4
 """Tensors that are named of those that no other kind explains."""
 
