@@ -22,6 +22,7 @@ from eagle3x import composition, targets
 from eagle3x.benchmark.measure import reference_slot, spread
 from eagle3x.benchmark.statistics import Bootstrap
 from eagle3x.data.records import read_responses
+from eagle3x.diagnosis.attention_weights import KEY, QUERY, VALUE, other_inputs, to_halves
 from eagle3x.diagnosis.captured_text import Text, captured
 from eagle3x.diagnosis.evidence import finder_causes
 from eagle3x.diagnosis.finder import find
@@ -29,6 +30,9 @@ from eagle3x.diagnosis.hypotheses import FC, boundaries_needed
 from eagle3x.drafters.checkpoint import EMBEDDING, HEAD, Published, read
 from eagle3x.engines import adapter
 from eagle3x.engines.config import Job
+
+HEAD_DIM = 64
+"""Of the default drafter."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,16 @@ class Fault:
 def swap_columns(tensors: dict[str, Tensor]) -> None:
     """The first two of three."""
     tensors[FC] = tensors[FC].unflatten(1, (3, -1))[:, [1, 0, 2]].flatten(1)
+
+
+def swap_inputs(tensors: dict[str, Tensor]) -> None:
+    """For attention that reads the hidden state first."""
+    tensors |= {name: other_inputs(tensors[name]) for name in (QUERY, KEY, VALUE)}
+
+
+def permute_pairs(tensors: dict[str, Tensor]) -> None:
+    """Through the Llama conversion once more."""
+    tensors |= {name: to_halves(tensors[name], HEAD_DIM) for name in (QUERY, KEY)}
 
 
 def other_embedding(tensors: dict[str, Tensor]) -> None:
@@ -114,6 +128,8 @@ FAULTS = {
     "first id two late": Fault(("offset_training",), off=(2, 0, 0)),
     "no ids": Fault((), off=None),
     "columns swapped": Fault(("columns_swapped",), swap_columns),
+    "attention's inputs swapped": Fault(("inputs_swapped",), swap_inputs),
+    "rotary pairs permuted": Fault(("rotary_layout",), permute_pairs),
     "norm_before_residual": Fault(("norm_variant",), arch=flipped("norm_before_residual")),
     "norm_output": Fault(("norm_variant",), arch=flipped("norm_output")),
     "random embedding": Fault(("random_embedding",), other_embedding),

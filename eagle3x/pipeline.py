@@ -82,6 +82,7 @@ STAGES = {
         ("target", *EXTRACT, "serve", "capture", "speculation", "benchmark", "diagnose", "seed"),
         ("hardware", "drafter"),
         "eagle3x.diagnosis.stage:make",
+        version=2,
         wants=("benchmark",),
     ),
 }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eagle3x.diagnosis.captured_text import Text, captured
+from eagle3x.diagnosis.captured_text import CapturedText, Text, captured
 from eagle3x.diagnosis.replay import replay
 from eagle3x.progress import track
 from eagle3x.types import EagleError, SpecCounters
@@ -33,17 +33,27 @@ class Condition:
 
 
 def replay_all(
-    engine: Engine, texts: Sequence[Text], conditions: Sequence[Condition], k: int, label: str
+    engine: Engine,
+    texts: Sequence[Text],
+    conditions: Sequence[Condition],
+    k: int,
+    label: str,
+    kept: Sequence[CapturedText] = (),
 ) -> dict[str, tuple[SpecCounters, ...]]:
     """Counters of each text, in their order, under each condition.
+
+    kept: of the same engine; what has all boundaries is not captured again.
 
     Raises EagleError if the engine loses a text.
     """
     counters: dict[str, list[SpecCounters]] = {condition.name: [] for condition in conditions}
     boundaries = sorted({b for condition in conditions for b in condition.boundaries})
+    at_hand = {c.text: c for c in kept if set(boundaries) <= set(c.boundaries)}
     parts = [texts[start : start + TOGETHER] for start in range(0, len(texts), TOGETHER)] if conditions else []
     for part in track(parts, label, len(parts)):
-        found = {c.text.id: c for c in captured(engine, part, boundaries)}
+        found = {text.id: at_hand[text] for text in part if text in at_hand}
+        if asked := [text for text in part if text not in at_hand]:
+            found |= {c.text.id: c for c in captured(engine, asked, boundaries)}
         if missing := [text.id for text in part if text.id not in found]:
             raise EagleError(f"the engine returned no states of {', '.join(missing[:5])}")
         for condition in conditions:

@@ -10,11 +10,9 @@ from eagle3x.benchmark.bootstrap import Interval
 from eagle3x.diagnosis.causes import Cause, Kind, distinct
 from eagle3x.diagnosis.export_changes import Change
 from eagle3x.diagnosis.found import Found
-from eagle3x.diagnosis.ladder import LEAST_LOSS, SIGNIFICANT, Ladder, Step
+from eagle3x.diagnosis.ladder import LEAST_LOSS, SIGNIFICANT, Ladder, RungName, Step
 from eagle3x.diagnosis.offset_quantization import OffsetQuantization
 
-UNSEEN_IN_WEIGHTS = ("offset_training", "normed_states")
-"""What no comparison of the served with the trained checkpoint shows; of the rest it knows better than replay."""
 HEADER = 3
 """Tokens before a response that a template writes there: enough to tell two templates apart."""
 
@@ -34,8 +32,9 @@ class Evidence:
 
     claimed, fed: boundaries trained on, and predicted to be fed. headers: the tokens before a response, in the text
     that the drafter learned from and in the text that was served. break_even: tau from which on speculation pays.
-    finder: causes that replay under other readings of the drafter found. gap: tau on held-out text - tau on train text.
-    probe_fed: boundaries that the serve probe says are fed, if it contradicts `fed`.
+    finder: causes that replay under other readings of the drafter found (one that was trained here: before its export).
+    gap: tau on held-out text - tau on train text. probe_fed: boundaries that the serve probe says are fed, if it
+    contradicts `fed`.
     """
 
     ladder: Ladder
@@ -62,9 +61,7 @@ def causes(evidence: Evidence) -> list[Cause]:
         found.append(Cause("unloadable", "exported", evidence.unloadable, None))
     if (step := broken.get("exported")) is not None:
         found += [Cause(change.kind, "exported", change.sentence, step.difference) for change in evidence.changes]
-        found += [cause for cause in evidence.finder if cause.kind in UNSEEN_IN_WEIGHTS]
-    if not found:
-        found += evidence.finder
+    found += evidence.finder
     if (step := broken.get("responses")) is not None:
         found.append(_text(evidence, step))
     found += _states(evidence, broken.get("states"))
@@ -74,13 +71,13 @@ def causes(evidence: Evidence) -> list[Cause]:
     return distinct(found)
 
 
-def finder_causes(found: Found) -> tuple[Cause, ...]:
-    """What replay under other readings of the drafter showed, as causes."""
+def finder_causes(found: Found, rung: RungName = "exported") -> tuple[Cause, ...]:
+    """What replay under other readings of the drafter showed, as causes that show on `rung`."""
     named = [
-        Cause(n.hypothesis.kind, "exported", n.hypothesis.sentence, _negated(n.gain), n.hypothesis.repair)
+        Cause(n.hypothesis.kind, rung, n.hypothesis.sentence, _negated(n.gain), n.hypothesis.repair)
         for n in found.named
     ]
-    return (*named, *([Cause("other_target", "exported", found.sentence, None)] if found.other_target else []))
+    return (*named, *([Cause("other_target", rung, found.sentence, None)] if found.other_target else []))
 
 
 def _negated(gain: Interval) -> Interval:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eagle3x.diagnosis.attention_weights import KEY, QUERY, VALUE, other_inputs, to_neighbours
 from eagle3x.diagnosis.planted import Fault
 from eagle3x.drafters.checkpoint import EMBEDDING, WEIGHTS
 from eagle3x.types import HiddenStates, Response, TokenSample
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 WRONG_THETA = 10.0
 """A RoPE base that no target has."""
+LATE = 2
+"""Blocks: ids that were boundaries already, taken for ids that are one less, twice."""
 
 
 def tamper(directory: Path, faults: Sequence[Fault], target: Target) -> None:
@@ -37,11 +40,18 @@ def tamper(directory: Path, faults: Sequence[Fault], target: Target) -> None:
             case "columns_swapped":
                 first, *others = tensors["fc.weight"].chunk(config["num_aux_hidden_states"], dim=1)
                 tensors["fc.weight"] = torch.cat([*others, first], dim=1)
+            case "inputs_swapped":
+                tensors |= {name: other_inputs(tensors[name]) for name in (QUERY, KEY, VALUE)}
+            case "interleaved_pairs":  # as Meta's own Llama checkpoints have them
+                head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+                tensors |= {name: to_neighbours(tensors[name], head_dim) for name in (QUERY, KEY)}
             case "norm_variant":
                 config["norm_output"] = not config.get("norm_output", False)
             case "random_embedding":
                 scale = target.embedding().std()
                 tensors[EMBEDDING] = torch.randn(target.embedding().shape, generator=draws) * scale
+            case "embedding_shifted":  # of a tokenizer with one more token, in front
+                tensors[EMBEDDING] = target.embedding().roll(1, dims=0)
             case "d2t_missing":
                 _map(tensors, torch.arange(len(tensors["d2t"])))
             case "d2t_shifted":
@@ -53,8 +63,12 @@ def tamper(directory: Path, faults: Sequence[Fault], target: Target) -> None:
                 config["rope_theta"] = WRONG_THETA
             case "other_target":
                 _turn(tensors, config["num_aux_hidden_states"], target, draws)
-            case "export_changed":
+            case "fc_lost":
                 tensors["fc.weight"] = torch.zeros_like(tensors["fc.weight"])
+            case "final_norm_lost":  # as a module that was never loaded has it
+                tensors["norm.weight"] = torch.ones_like(tensors["norm.weight"])
+            case "projections_exchanged":  # as one qkv matrix that was cut in another order
+                tensors[KEY], tensors[VALUE] = tensors[VALUE], tensors[KEY]
             case _:
                 raise ValueError(f"{fault} is not planted in a checkpoint")
     partial = directory / f"{WEIGHTS}.partial"
@@ -67,7 +81,7 @@ def capture(
     engine: Engine, samples: Sequence[TokenSample], boundaries: Sequence[int], faults: Sequence[Fault], target: Target
 ) -> Iterator[HiddenStates]:
     """What an engine would capture that is wrong in this way, and calls it `boundaries`."""
-    late = 1 if "offset_training" in faults else 0
+    late = LATE if "captured_late" in faults else 0
     gain = target.final_norm() if "normed_states" in faults else None
     for states in engine.capture(samples, [b + late for b in boundaries]):
         if gain is None:

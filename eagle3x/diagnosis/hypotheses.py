@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle3x.capture import default_boundaries
 from eagle3x.diagnosis import vocabulary_maps
+from eagle3x.diagnosis.attention_weights import KEY, QUERY, VALUE, other_inputs, to_halves, to_neighbours
 from eagle3x.diagnosis.captured_text import CapturedText
 from eagle3x.diagnosis.replay import ReplaySample
 from eagle3x.drafters import rope
@@ -25,8 +26,8 @@ from eagle3x.targets import Target
 from eagle3x.types import EagleError
 
 Kind = Literal[
-    "offset_training", "columns_swapped", "norm_variant", "random_embedding", "rope_base", "normed_states",
-    "d2t_missing", "d2t_shifted", "stale_vocabulary",
+    "offset_training", "columns_swapped", "inputs_swapped", "rotary_layout", "norm_variant", "random_embedding",
+    "rope_base", "normed_states", "d2t_missing", "d2t_shifted", "stale_vocabulary",
 ]  # fmt: skip
 """Slugs of causes."""
 SHIFTS = (-1, 1, -2, 2)
@@ -148,6 +149,7 @@ def hypotheses(
     found = [
         *offsets(reading, target, captured),
         *_columns(reading),
+        *_attention(reading),
         *_norm_variants(reading, original, num_speculative_tokens),
         *_normed_states(reading, target),
         *_embedding(reading, original, target),
@@ -213,6 +215,26 @@ def _columns(reading: Reading) -> Iterator[Hypothesis]:
                 f"put fc's column blocks into the order {_listed(order)}",
                 columns=order,
             )
+
+
+def _attention(reading: Reading) -> Iterator[Hypothesis]:
+    """Projections that were written for another order of what they read, or another layout of rotary pairs."""
+    tensors, head_dim = reading.published.tensors, reading.published.arch.head_dim
+    yield Hypothesis(
+        "inputs_swapped",
+        "attention reads the hidden state first",
+        "the drafter's attention was trained to read [hidden state; embedding]; engines give [embedding; hidden state]",
+        "exchange the halves of the columns of q_proj, k_proj and v_proj",
+        tensors={name: other_inputs(tensors[name]) for name in (QUERY, KEY, VALUE)},
+    )
+    for now, move in (("neighbours", to_halves), ("permuted twice", to_neighbours)):
+        yield Hypothesis(
+            "rotary_layout",
+            f"rotary pairs {now}",
+            f"q_proj and k_proj were written for rotary pairs that are {now}; engines take rows half a head apart",
+            "put the rows of q_proj and k_proj into the order that transformers' Llama has",
+            tensors={name: move(tensors[name], head_dim) for name in (QUERY, KEY)},
+        )
 
 
 def _norm_variants(reading: Reading, original: Published, k: int) -> Iterator[Hypothesis]:

@@ -75,6 +75,11 @@ class Ladder:
     prompts: int
 
     @property
+    def first(self) -> RungName:
+        """The first rung that was climbed."""
+        return next(rung.name for rung in self.rungs if rung.counters is not None)
+
+    @property
     def broken(self) -> tuple[Step, ...]:
         """The broken rungs, earliest first."""
         return tuple(step for step in self.steps if step.verdict == "broken")

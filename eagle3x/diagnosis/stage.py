@@ -28,13 +28,14 @@ from eagle3x.diagnosis.ladder import Rung, climb
 from eagle3x.diagnosis.offset_quantization import OffsetQuantization, two_by_two
 from eagle3x.diagnosis.outlook import train_gap, worth
 from eagle3x.drafters import checkpoint
-from eagle3x.drafters.export import Export, Fed, read_export
+from eagle3x.drafters.export import CHECKPOINT, Export, Fed, read_export
 from eagle3x.engines import adapter
 from eagle3x.engines.config import LOGS, Job, Slot
 from eagle3x.progress import log, track
 from eagle3x.types import EagleError, SpecCounters
 
 if TYPE_CHECKING:
+    from eagle3x.drafters.checkpoint import Published
     from eagle3x.pipeline import StageRun
 
 DIAGNOSIS, CORRECTED = "diagnosis.json", "corrected"
@@ -90,7 +91,7 @@ def make(run: StageRun) -> dict[str, Any]:
         headers=_headers(run, served),
         probe_fed=_contradiction(served),
         served_limit=_position_limit(export),
-        finder=() if found_by_replay is None else finder_causes(found_by_replay),
+        finder=() if found_by_replay is None else finder_causes(found_by_replay, ladder.first),
         longest=max(len(t.token_ids) for t in (served.texts if served else texts)),
         break_even=_break_even(served),
         gap=_gap(run, loaded, bootstrap),
@@ -112,7 +113,7 @@ def make(run: StageRun) -> dict[str, Any]:
         "finder": None if found_by_replay is None else found_by_replay.as_dict(),
     }
     if found_by_replay is not None and found_by_replay.named:
-        record["finder"]["corrected"] = _corrected(run, export, found_by_replay)
+        record["finder"]["corrected"] = _corrected(run, export, loaded, found_by_replay)
     (run.work / DIAGNOSIS).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for cause in found:
         log(f"diagnosis: {cause.kind} ({cause.rung}): {cause.sentence}; {cause.as_dict()['repair']}")
@@ -150,39 +151,52 @@ def _plain(
     """Replays on the extracting engine's states, of the eval text and of the served text, and what the finder found."""
     diagnose, k = run.cfg.diagnose, run.cfg.speculation.num_speculative_tokens
     with _open(run, run.slot("extract"), (*texts, *(served.texts if served else ()))) as engine:
-        needed = boundaries_needed(export.trained or fed.predicted, run.target)
+        inner = {b for b in fed.predicted or () if 1 <= b < run.target.num_blocks}
+        needed = sorted({*boundaries_needed(export.trained or fed.predicted, run.target), *inner})
         first = texts[: max(diagnose.finder_prompts, diagnose.drift_prompts)]
-        kept = [s for part in track([first] if first else [], "states", 1) for s in captured(engine, part, needed)]
+        parts = track([first] if first else [], "states", 1)
+        kept = [states for part in parts for states in captured(engine, part, needed)]
         found = None
         if diagnose.finder_prompts:
-            published = checkpoint.read(export.directory)
             some = kept[: diagnose.finder_prompts]
-            found = find(published, run.target, some, export.trained, k, bootstrap)
+            found = find(_looked_at(run, export), run.target, some, export.trained, k, bootstrap)
             log(f"finder: {found.sentence}")
         claimed = export.trained or fed.predicted or (found and found.boundaries)
         if claimed is None:
             raise EagleError(f"nobody knows which boundaries the drafter reads, and it cannot be served: {fed.refused}")
-        kept_alike = loaded.trained is not None and loaded.served is not None and not loaded.changes
-        conditions = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
-        if loaded.served is not None and not kept_alike:
-            conditions.append(Condition("exported", loaded.served, claimed))
-        counters = replay_all(engine, texts, conditions, k, "ladder: eval text")
-        if kept_alike:  # the same weights, read the same way
-            counters["exported"] = counters["trained"]
+        alike = loaded.trained is not None and loaded.served is not None and not loaded.changes
+        on_eval = [Condition("trained", loaded.trained, claimed)] if loaded.trained is not None else []
+        if loaded.served is not None and not alike:
+            on_eval.append(Condition("exported", loaded.served, claimed))
+        same_text = served is not None and served.texts == texts
+        on_served = []
         if served is not None and loaded.served is not None:
-            conditions = []
-            if served.texts == texts:
-                counters["responses"] = counters["exported"]
-            else:
-                conditions.append(Condition("responses", loaded.served, claimed))
+            on_served = [] if same_text else [Condition("responses", loaded.served, claimed)]
             if (shifted := _shifted(run, claimed, fed)) is not None:
-                conditions.append(Condition("shifted_plain", loaded.served, shifted))
-            counters |= replay_all(engine, served.texts, conditions, k, "ladder: served text")
+                on_served.append(Condition("shifted_plain", loaded.served, shifted))
+        if served is None or same_text:  # one text: its states are captured once
+            counters = replay_all(engine, texts, [*on_eval, *on_served], k, "ladder: eval text", kept)
+        else:
+            counters = replay_all(engine, texts, on_eval, k, "ladder: eval text", kept)
+            counters |= replay_all(engine, served.texts, on_served, k, "ladder: served text", kept)
+        if alike:  # the same weights, read the same way
+            counters["exported"] = counters["trained"]
+        if same_text and loaded.served is not None:
+            counters["responses"] = counters["exported"]
     return Plain(claimed, counters, found, tuple(kept))
 
 
-def _corrected(run: StageRun, export: Export, found: Found) -> dict[str, Any]:
-    """Write the checkpoint as the finder says that it should be, or say why that cannot be."""
+def _looked_at(run: StageRun, export: Export) -> Published:
+    """What the finder reads: of a drafter that was trained here what training left, since what the export did to it is
+    known from its weights; else what is served."""
+    trained_here = run.cfg.drafter.source == "custom"
+    return checkpoint.read(run.inputs["drafter"].path / CHECKPOINT if trained_here else export.directory)
+
+
+def _corrected(run: StageRun, export: Export, loaded: Loaded, found: Found) -> dict[str, Any]:
+    """Write the served checkpoint as the finder says that it should be, or say why that cannot be."""
+    if loaded.changes:
+        return {"refused": "the export changed more than this: export again from the trained weights"}
     named = [n.hypothesis for n in found.named]
     try:
         written = corrected(checkpoint.read(export.directory), named, run.target, run.work / CORRECTED)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3x.benchmark.statistics import Interval
+from eagle3x.diagnosis.planted import Fault, called
 from eagle3x.reporting.entries import Entry, Table
 from eagle3x.reporting.summary import CellSummary, Control, PairedDifference, Summary
 from eagle3x.reporting.verdict import SPOKEN
@@ -24,6 +25,7 @@ def find_controls(cells: Sequence[CellSummary], comparisons: Sequence[PairedDiff
             cell.label,
             _planted(cell.config),
             tuple(cause["kind"] for cause in diagnosis["causes"]),
+            tuple(cause["sentence"] for cause in diagnosis["causes"]),
             tuple(diagnosis["broken"]),
             *_differences(against.get(cell.name)),
         )
@@ -36,8 +38,8 @@ def controls_table(summary: Summary) -> Table:
     rows = [
         (
             Entry(c.cell),
-            Entry(_words(c.planted)),
-            Entry(_words(c.named)),
+            Entry(_words([called(fault).kind for fault in c.planted]), note=", ".join(c.planted)),
+            Entry(_words(c.named), note="; ".join(c.sentences)),
             Entry("right" if c.right else "WRONG", "good" if c.right else "bad"),
             Entry(", ".join(c.rungs) or NONE),
             _estimate(c.tau_lost),
@@ -51,7 +53,7 @@ def controls_table(summary: Summary) -> Table:
     return Table("controls", "Controls", note, headers, tuple(rows))
 
 
-def _planted(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _planted(config: Mapping[str, Any]) -> tuple[Fault, ...]:
     return tuple(config.get("planted", ()))
 
 

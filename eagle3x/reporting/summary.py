@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from eagle3x.benchmark.bootstrap import Interval
+from eagle3x.diagnosis.planted import Fault, called
 from eagle3x.reporting.confounders import Confounder
 from eagle3x.reporting.curves import Curves
 from eagle3x.reporting.recipes import Recipe, RecipeDifference
@@ -200,21 +201,26 @@ class PairedDifference:
 class Control:
     """A cell in which something is broken on purpose, or nothing.
 
-    planted, named: kinds of causes. rungs: where the ladder lost it. tau_lost: the paired difference to the cell in
-    which nothing is planted, None without one; predicted: the same by replay.
+    planted: faults. named: kinds of causes, with the sentence of each. rungs: where the ladder lost it. tau_lost: the
+    paired difference to the cell in which nothing is planted, None without one; predicted: the same by replay.
     """
 
     cell: str
-    planted: tuple[str, ...]
+    planted: tuple[Fault, ...]
     named: tuple[str, ...]
+    sentences: tuple[str, ...]
     rungs: tuple[str, ...]
     tau_lost: Interval | None
     predicted: Interval | None
 
     @property
     def right(self) -> bool:
-        """Whether exactly what was planted is named."""
-        return set(self.planted) == set(self.named)
+        """Whether exactly what was planted is named; of a fault that shares its kind, in the words that are its own."""
+        wanted = [called(fault) for fault in self.planted]
+        said = [(kind, part) for kind, s in zip(self.named, self.sentences, strict=True) for part in s.split("; ")]
+        return {w.kind for w in wanted} == set(self.named) and all(
+            any(kind == w.kind and part.startswith(w.said) for kind, part in said) for w in wanted
+        )
 
 
 @dataclass(frozen=True)

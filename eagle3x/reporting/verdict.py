@@ -20,6 +20,8 @@ SPOKEN = {
     "offset_serving": "wrong layers are fed",
     "offset_training": "it was trained on other layers than it says",
     "columns_swapped": "its layers are read in the wrong order",
+    "inputs_swapped": "its attention reads embedding and hidden state the wrong way round",
+    "rotary_layout": "its rotary pairs are laid out another way",
     "norm_variant": "a norm option is wrong",
     "random_embedding": "its embedding is not the target's",
     "d2t_missing": "its vocabulary map is missing",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from eagle3x.capture import Reader, predicted_boundaries
 from eagle3x.config import TargetConfig
 from eagle3x.diagnosis.corrected import corrected
-from eagle3x.diagnosis.hypotheses import FC, Hypothesis, norm_name, offset
+from eagle3x.diagnosis.hypotheses import FC, Hypothesis, Reading, changed, hypotheses, norm_name, offset, readable
 from eagle3x.diagnosis.known_answer import BLOCKS, BOUNDARIES, build
 from eagle3x.diagnosis.vocabulary_maps import written
 from eagle3x.drafters.checkpoint import EMBEDDING, Published, load, read, write
@@ -119,6 +119,21 @@ def test_norms_get_the_weights_dtype(published: Published, target: Target, tmp_p
     after = load_file(tmp_path / "out" / WEIGHTS)
     assert {after[name].dtype for name in norms} == {torch.bfloat16}
     assert config_of(tmp_path / "out")["fc_norm"] is True
+
+
+def test_whatever_the_finder_may_name_can_be_written(published: Published, target: Target, tmp_path: Path) -> None:
+    """Each change alone; some give one tensor to several norms, or a part of another one."""
+    reading = Reading(readable(published), BOUNDARIES)
+    kinds = set()
+    for i, hypothesis in enumerate(hypotheses(reading, published, target, range(1, BLOCKS), 3)):
+        if hypothesis.last_column:
+            continue
+        corrected(published, [hypothesis], target, tmp_path / str(i))
+        written_there = load(tmp_path / str(i), target).state_dict()
+        for name, tensor in changed(published, hypothesis).tensors.items():
+            assert torch.equal(written_there[name], tensor.to(written_there[name].dtype)), (hypothesis.name, name)
+        kinds.add(hypothesis.kind)
+    assert kinds >= {"normed_states", "inputs_swapped", "rotary_layout", "columns_swapped", "d2t_shifted"}
 
 
 def test_what_cannot_be_corrected(published: Published, target: Target, tmp_path: Path) -> None:

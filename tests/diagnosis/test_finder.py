@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle3x.benchmark.statistics import Bootstrap
 from eagle3x.config import Hardware, TargetConfig
 from eagle3x.diagnosis import known_answer, reading_bench
+from eagle3x.diagnosis.attention_weights import KEY, QUERY, VALUE, other_inputs, to_halves, to_neighbours
 from eagle3x.diagnosis.captured_text import CapturedText, Text, captured
 from eagle3x.diagnosis.evidence import finder_causes
 from eagle3x.diagnosis.finder import find
@@ -283,7 +284,12 @@ def test_a_random_drafter_on_its_own_text(tiny_target: Target) -> None:
 
     found = run(published_of(drafter))
     assert (found.tau.value, found.named) == (2, ())
+    attention = {n: drafter.state_dict()[n] for n in (QUERY, KEY, VALUE)}
+    pairs = {n: attention[n] for n in (QUERY, KEY)}
+    assert named(run(published_of(drafter, **{n: to_neighbours(t, 8) for n, t in pairs.items()}))) == ["rotary_layout"]
     wrong = {
+        "inputs_swapped": run(published_of(drafter, **{n: other_inputs(t) for n, t in attention.items()})),
+        "rotary_layout": run(published_of(drafter, **{n: to_halves(t, 8) for n, t in pairs.items()})),
         "random_embedding": run(published_of(drafter, **{EMBEDDING: torch.randn(128, 32)})),
         "columns_swapped": run(published_of(drafter, **{FC: swapped(drafter.fc.weight.detach(), (2, 0, 1))})),
         "d2t_shifted": run(published_of(drafter, d2t=rolled(drafter.d2t))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ from eagle3x.diagnosis import stage
 from eagle3x.diagnosis.config import Diagnose
 from eagle3x.diagnosis.faults import tamper
 from eagle3x.diagnosis.known_answer import BLOCKS, KnownAnswer, build
-from eagle3x.diagnosis.planted import Fault
+from eagle3x.diagnosis.planted import Fault, called
 from eagle3x.drafters.export import rewrite_ids
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
 from eagle3x.pipeline import StageRun
@@ -29,6 +29,8 @@ from eagle3x.types import Response
 
 K, TOKENS = 3, 14
 PROMPTS = {f"p{i}": (11 + i, 4, 3 + 5 * i) for i in range(8)}
+MORE_PROMPTS = {f"p{i}": (11 + i, 4, 3 + 4 * i) for i in range(14)}
+"""The finder shows nothing with fewer than a dozen."""
 BENCHMARK = Benchmark(
     max_prompts=None, acceptance_concurrency=4, temperatures=(0.0,), top_p=1.0, timing=False, timing_prompts=3,
     timing_tokens=6, timing_concurrency=(1,), timing_rounds=1, warmup_requests=0, resamples=400, confidence=0.95,
@@ -53,9 +55,9 @@ def target(known: KnownAnswer) -> Target:
     )  # fmt: skip
 
 
-def responses(known: KnownAnswer) -> list[Response]:
+def responses(known: KnownAnswer, prompts: Mapping[str, tuple[int, ...]]) -> list[Response]:
     found = []
-    for name, prompt in PROMPTS.items():
+    for name, prompt in prompts.items():
         tokens = (*prompt, *known.text(prompt, TOKENS + K))
         labels = tuple(len(prompt) <= at < len(prompt) + TOKENS for at in range(len(tokens)))
         found.append(Response(name, "all", "eval", tokens, labels, len(prompt), TOKENS, "length"))
@@ -75,26 +77,30 @@ def diagnosed(
     source: str = "custom",
     served: bool = True,
     edit: Callable[[Path], None] | None = None,
+    trained: tuple[int, ...] | None = None,
+    finder: bool = False,
 ) -> dict[str, Any]:
     """Export with the faults, serve, diagnose.
 
     fed: boundaries that are written into the served config by hand. edit: what is done to the benchmark's folder.
+    trained: boundaries that the drafter's states are said to have had, if not the right ones.
     """
     texts, drafter, export = folder / "responses", folder / "drafter", folder / "export"
     texts.mkdir(parents=True)
-    write_responses(texts, responses(known))
+    write_responses(texts, responses(known, MORE_PROMPTS if finder else PROMPTS))
     shutil.copytree(known.drafter_dir, drafter / "checkpoint")
     shutil.copytree(known.drafter_dir, export / "checkpoint")
     if faults:
         tamper(export / "checkpoint", faults, target)
     if fed is not None:
         rewrite_ids(export / "checkpoint", fed, target)
-    trained = list(known.boundaries)
-    record = {"trained_boundaries": trained, "num_blocks": BLOCKS, "sglang_refused": None, "note": None}
+    claimed = list(trained or known.boundaries)
+    record = {"trained_boundaries": claimed, "num_blocks": BLOCKS, "sglang_refused": None, "note": None}
     (export / "export.json").write_text(json.dumps(record))
     cfg = SimpleNamespace(
         benchmark=BENCHMARK, speculation=Speculation.chain(K), hardware=Hardware("cpu", 1, None), seed=1, planted=(),
-        drafter=SimpleNamespace(source=source), diagnose=Diagnose(finder_prompts=0, drift_prompts=0),
+        drafter=SimpleNamespace(source=source),
+        diagnose=Diagnose(finder_prompts=len(MORE_PROMPTS) if finder else 0, drift_prompts=0),
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=TOKENS, eval_max_new_tokens=TOKENS,
                           continuation_tokens=8),
     )  # fmt: skip
@@ -137,14 +143,14 @@ def test_a_healthy_drafter(tmp_path: Path, known: KnownAnswer, target: Target) -
     assert grid["states"]["value"] == 0.0
 
 
-@pytest.mark.parametrize("fault", ["columns_swapped", "d2t_missing", "stale_vocabulary", "other_target"])
+@pytest.mark.parametrize("fault", ["columns_swapped", "d2t_missing", "stale_vocabulary", "other_target", "fc_lost"])
 def test_a_fault_of_the_export_is_named(tmp_path: Path, known: KnownAnswer, target: Target, fault: Fault) -> None:
     record = diagnosed(tmp_path, known, target, [fault])
     first, *others = taus(record)
     assert first == 4.0
     assert all(tau is not None and tau < 3 for tau in others)
     assert (record["broken"], record["largest"]) == (["exported"], "exported")
-    assert named(record) == [fault]
+    assert named(record) == [called(fault).kind]
 
 
 def test_wrong_layers_are_named_where_they_are_fed(tmp_path: Path, known: KnownAnswer, target: Target) -> None:
@@ -160,6 +166,30 @@ def test_wrong_layers_are_named_where_they_are_fed(tmp_path: Path, known: KnownA
 def test_two_faults_are_both_named(tmp_path: Path, known: KnownAnswer, target: Target) -> None:
     record = diagnosed(tmp_path, known, target, ["columns_swapped", "d2t_shifted"])
     assert sorted(named(record)) == ["columns_swapped", "d2t_shifted"]
+
+
+def test_a_drafter_that_was_trained_on_other_states_than_it_says(
+    tmp_path: Path, known: KnownAnswer, target: Target
+) -> None:
+    said = tuple(b - 1 for b in known.boundaries)
+    record = diagnosed(tmp_path, known, target, fed=said, trained=said, finder=True)
+    assert taus(record) == [1.0] * 5  # nothing is lost on the way: it was wrong before
+    assert record["broken"] == []
+    [cause] = record["causes"]
+    assert (cause["kind"], cause["rung"]) == ("offset_training", "trained")
+    assert str(known.boundaries)[1:-1] in cause["sentence"]
+    assert record["finder"]["corrected"]["tensors"] == []
+
+
+def test_what_the_export_did_is_not_asked_of_the_finder(tmp_path: Path, known: KnownAnswer, target: Target) -> None:
+    """It looks at what training left: a fault of the export is known from the weights."""
+    record = diagnosed(tmp_path, known, target, ["d2t_shifted"], finder=True)
+    assert named(record) == ["d2t_shifted"]
+    assert record["finder"]["tau"]["value"] == 4.0
+    assert record["finder"]["named"] == []
+    record = diagnosed(tmp_path / "elsewhere", known, target, ["d2t_shifted"], source="pretrained", finder=True)
+    assert named(record) == ["d2t_shifted"]
+    assert record["finder"]["tau"]["value"] == 1.0
 
 
 def test_a_drafter_from_elsewhere_has_no_first_rung(tmp_path: Path, known: KnownAnswer, target: Target) -> None:
