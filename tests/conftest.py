@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from eagle3x.config import TargetConfig
 from eagle3x.targets import Target, resolve
 
+ROOT = Path(__file__).parents[1]
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -17,6 +20,18 @@ CHATML = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHARACTERS = ("\n", *map(chr, range(32, 127)), *map(chr, range(0xE0, 0xE0 + 29)))
 """With SPECIAL 128 tokens, each a character: text and token ids can be worked out by hand."""
+
+
+class Files(LoadFileScheduling):
+    """A file's tests share a process; files that run an engine all share one, so that the other never waits for it."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return "engines" if "no_other_engine" in (ROOT / file).read_text(encoding="utf-8") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
+    return Files(config, log)
 
 
 def write_tiny_target(path: Path, seed: int = 0, head_dim: int = 8) -> None:
