@@ -6,7 +6,7 @@ Shapes: T tokens of one text, B boundaries captured, H hidden size of the target
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -48,10 +48,17 @@ class CapturedText:
         """[T, H]."""
         return self.aux.chunk(len(self.boundaries), dim=-1)[self.boundaries.index(boundary)]
 
+    def columns(self, boundaries: Sequence[int]) -> Tensor:
+        """[T, A*H], in this order."""
+        return torch.cat([self.at(b) for b in boundaries], dim=-1)
+
+    def only(self, boundaries: Sequence[int]) -> CapturedText:
+        """With these ascending boundaries alone."""
+        return replace(self, boundaries=tuple(boundaries), aux=self.columns(boundaries))
+
     def fed(self, boundaries: Sequence[int]) -> ReplaySample:
         """For a drafter that is fed `boundaries`, in this order."""
-        aux = torch.cat([self.at(b) for b in boundaries], dim=-1)
-        text = self.text
+        text, aux = self.text, self.columns(boundaries)
         return ReplaySample(text.id, torch.tensor(text.token_ids), aux, text.prompt_tokens, text.response_tokens)
 
 

@@ -6,7 +6,7 @@ of a few texts, however many there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,11 @@ class Condition:
     boundaries: tuple[int, ...]
 
 
+def boundaries_of(conditions: Sequence[Condition]) -> list[int]:
+    """What must be captured for all of them, ascending."""
+    return sorted({b for condition in conditions for b in condition.boundaries})
+
+
 def replay_all(
     engine: Engine,
     texts: Sequence[Text],
@@ -39,15 +44,17 @@ def replay_all(
     k: int,
     label: str,
     kept: Sequence[CapturedText] = (),
+    also: Collection[int] = (),
 ) -> dict[str, tuple[SpecCounters, ...]]:
     """Counters of each text, in their order, under each condition.
 
-    kept: of the same engine; what has all boundaries is not captured again.
+    kept: of the same engine; what has all boundaries is not captured again. also: boundaries that are captured too,
+    because the engine has captured or will capture them: one with a process of its own starts anew for other ones.
 
     Raises EagleError if the engine loses a text.
     """
     counters: dict[str, list[SpecCounters]] = {condition.name: [] for condition in conditions}
-    boundaries = sorted({b for condition in conditions for b in condition.boundaries})
+    boundaries = sorted({*also, *boundaries_of(conditions)})
     at_hand = {c.text: c for c in kept if set(boundaries) <= set(c.boundaries)}
     parts = [texts[start : start + TOGETHER] for start in range(0, len(texts), TOGETHER)] if conditions else []
     for part in track(parts, label, len(parts)):

@@ -16,7 +16,7 @@ from eagle3x.benchmark.measure import spread
 from eagle3x.capture import reader_of
 from eagle3x.data.records import read_responses
 from eagle3x.diagnosis.captured_text import CapturedText, Text, captured
-from eagle3x.diagnosis.conditions import Condition, replay_all
+from eagle3x.diagnosis.conditions import Condition, boundaries_of, replay_all
 from eagle3x.diagnosis.corrected import corrected
 from eagle3x.diagnosis.drift import cost, drift
 from eagle3x.diagnosis.evidence import Evidence, SlotDifference, causes, finder_causes, header
@@ -174,11 +174,13 @@ def _plain(
             on_served = [] if same_text else [Condition("responses", loaded.served, claimed)]
             if (shifted := _shifted(run, claimed, fed)) is not None:
                 on_served.append(Condition("shifted_plain", loaded.served, shifted))
+        conditions = [*on_eval, *on_served]
         if served is None or same_text:  # one text: its states are captured once
-            counters = replay_all(engine, texts, [*on_eval, *on_served], k, "ladder: eval text", kept)
+            counters = replay_all(engine, texts, conditions, k, "ladder: eval text", kept, needed if kept else ())
         else:
-            counters = replay_all(engine, texts, on_eval, k, "ladder: eval text", kept)
-            counters |= replay_all(engine, served.texts, on_served, k, "ladder: served text", kept)
+            also = needed if kept else boundaries_of(conditions)
+            counters = replay_all(engine, texts, on_eval, k, "ladder: eval text", kept, also)
+            counters |= replay_all(engine, served.texts, on_served, k, "ladder: served text", kept, also)
         if alike:  # the same weights, read the same way
             counters["exported"] = counters["trained"]
         if same_text and loaded.served is not None:
@@ -233,8 +235,9 @@ def _own(
     k, some = run.cfg.speculation.num_speculative_tokens, plain.kept[: run.cfg.diagnose.drift_prompts]
     with _open(run, slot, (*served.texts, *(s.text for s in some))) as engine:
         drifted = None
+        both = boundaries_of(asked)
         if some:
-            other = list(captured(engine, [s.text for s in some], claimed))
+            other = [c.only(claimed) for c in captured(engine, [s.text for s in some], both)]
             distance = drift(some, other)
             drifted = {
                 "states": distance.as_dict(),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,9 +24,10 @@ from eagle3x.diagnosis.known_answer import BLOCKS, KnownAnswer, build
 from eagle3x.diagnosis.planted import Fault, called
 from eagle3x.drafters.export import rewrite_ids
 from eagle3x.engines.config import Attention, Backend, Quantization, Slot
+from eagle3x.engines.transformers import TransformersEngine
 from eagle3x.pipeline import StageRun
 from eagle3x.targets import Target, resolve
-from eagle3x.types import Response
+from eagle3x.types import HiddenStates, Response, TokenSample
 
 K, TOKENS = 3, 14
 PROMPTS = {f"p{i}": (11 + i, 4, 3 + 5 * i) for i in range(8)}
@@ -55,10 +57,11 @@ def target(known: KnownAnswer) -> Target:
     )  # fmt: skip
 
 
-def responses(known: KnownAnswer, prompts: Mapping[str, tuple[int, ...]]) -> list[Response]:
+def responses(known: KnownAnswer, prompts: Mapping[str, tuple[int, ...]], foreign: bool = False) -> list[Response]:
+    """What the target writes, or another one (`foreign`)."""
     found = []
     for name, prompt in prompts.items():
-        tokens = (*prompt, *known.text(prompt, TOKENS + K))
+        tokens = (*prompt, *known.text((*prompt, 1) if foreign else prompt, TOKENS + K))
         labels = tuple(len(prompt) <= at < len(prompt) + TOKENS for at in range(len(tokens)))
         found.append(Response(name, "all", "eval", tokens, labels, len(prompt), TOKENS, "length"))
     return found
@@ -79,15 +82,17 @@ def diagnosed(
     edit: Callable[[Path], None] | None = None,
     trained: tuple[int, ...] | None = None,
     finder: bool = False,
+    elsewhere: bool = False,
 ) -> dict[str, Any]:
     """Export with the faults, serve, diagnose.
 
     fed: boundaries that are written into the served config by hand. edit: what is done to the benchmark's folder.
-    trained: boundaries that the drafter's states are said to have had, if not the right ones.
+    trained: boundaries that the drafter's states are said to have had, if not the right ones. elsewhere: the eval text
+    is another target's, and what serves is not what captured.
     """
     texts, drafter, export = folder / "responses", folder / "drafter", folder / "export"
     texts.mkdir(parents=True)
-    write_responses(texts, responses(known, MORE_PROMPTS if finder else PROMPTS))
+    write_responses(texts, responses(known, MORE_PROMPTS if finder else PROMPTS, elsewhere))
     shutil.copytree(known.drafter_dir, drafter / "checkpoint")
     shutil.copytree(known.drafter_dir, export / "checkpoint")
     if faults:
@@ -100,11 +105,13 @@ def diagnosed(
     cfg = SimpleNamespace(
         benchmark=BENCHMARK, speculation=Speculation.chain(K), hardware=Hardware("cpu", 1, None), seed=1, planted=(),
         drafter=SimpleNamespace(source=source),
-        diagnose=Diagnose(finder_prompts=len(MORE_PROMPTS) if finder else 0, drift_prompts=0),
+        diagnose=Diagnose(finder_prompts=len(MORE_PROMPTS) if finder else 0, drift_prompts=4 if elsewhere else 0),
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=TOKENS, eval_max_new_tokens=TOKENS,
                           continuation_tokens=8),
     )  # fmt: skip
     slots = {"serve": slot("serve"), "extract": slot("extract")}
+    if elsewhere:
+        slots["serve"] = replace(slots["serve"], backend=replace(BACKEND, batch_size=2))
     inputs: dict[str, Any] = {
         "export": SimpleNamespace(path=export),
         "responses": SimpleNamespace(path=texts),
@@ -219,3 +226,25 @@ def test_the_served_rung_is_what_the_benchmark_counted(tmp_path: Path, known: Kn
     record = diagnosed(tmp_path, known, target, edit=nothing_accepted)
     assert taus(record) == [4.0, 4.0, 4.0, 4.0, 1.0]
     assert named(record) == ["wrong_algorithm"]
+
+
+def test_every_engine_is_asked_for_one_set_of_boundaries(
+    tmp_path: Path, known: KnownAnswer, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a process of its own is loaded anew for another set: up to a minute each time."""
+    asked: dict[TransformersEngine, set[tuple[int, ...]]] = {}
+    capture = TransformersEngine.capture
+
+    def noted(
+        self: TransformersEngine, samples: Sequence[TokenSample], boundaries: Sequence[int]
+    ) -> Iterator[HiddenStates]:
+        asked.setdefault(self, set()).add(tuple(boundaries))
+        return capture(self, samples, boundaries)
+
+    monkeypatch.setattr(TransformersEngine, "capture", noted)
+    late = tuple(b + 1 for b in known.boundaries)
+    record = diagnosed(tmp_path, known, target, fed=late, elsewhere=True)
+    assert taus(record)[2:] == [4.0, 1.0, 1.0]
+    assert [b["boundary"] for b in record["drift"]["states"]["boundaries"]] == list(known.boundaries)
+    assert [len(sets) for sets in asked.values()] == [1] * len(asked)
+    assert len(asked) == 3, "the benchmark's, the extracting and the serving one"
