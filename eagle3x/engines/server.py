@@ -15,8 +15,12 @@ import httpx
 
 from eagle3x import progress
 from eagle3x.engines.child import Child, EngineDied
+from eagle3x.engines.offline import INSIDE
 from eagle3x.engines.ports import HIGHEST, LOOPBACK, free_port, listens, taken
 from eagle3x.types import EagleError
+
+SCRIPT = INSIDE / "engine_server.py"
+"""Starts an engine's own server; its first argument is the server's module."""
 
 PORT_TRIES = 5
 POLL_SECONDS = 0.25

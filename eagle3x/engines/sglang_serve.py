@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eagle3x.engines.flags import flags
 from eagle3x.engines.ports import LOOPBACK
-from eagle3x.engines.server import Server
+from eagle3x.engines.server import SCRIPT, Server
 from eagle3x.engines.server_endpoint import ServerEndpoint
 from eagle3x.engines.sglang_report import ALGORITHM, Asked, compared, read
 from eagle3x.engines.sglang_stream import GenerateDialect
@@ -153,7 +153,7 @@ def argv(launch: Launch, port: int, drafter: Path | None, speculation: Speculati
     # Of a server without a drafter, too.
     if taken := sorted(launch.arguments.keys() & (own.keys() | speculative.keys())):
         raise EagleError(f"backend.engine_args: {', '.join(taken)} cannot be set there; leave it out")
-    command = [str(launch.interpreter.python), "-m", "sglang.launch_server"]
+    command = [str(launch.interpreter.python), str(SCRIPT), "sglang.launch_server"]
     return [*command, *flags(own, None), *flags(launch.arguments, None), *flags(speculative, None)]
 
 

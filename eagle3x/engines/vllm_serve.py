@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from eagle3x.capture import Reader, default_boundaries, predicted_boundaries
 from eagle3x.engines import spec_metrics, vllm_log
 from eagle3x.engines.flags import flags
-from eagle3x.engines.offline import INSIDE
 from eagle3x.engines.openai_stream import OpenAIDialect
 from eagle3x.engines.ports import LOOPBACK
-from eagle3x.engines.server import Server
+from eagle3x.engines.server import SCRIPT, Server
 from eagle3x.engines.server_endpoint import ServerEndpoint
 from eagle3x.types import EagleError
 
@@ -148,7 +147,7 @@ def serve(
 
 def argv(launch: Launch, port: int, drafter: Path | None, speculation: Speculation | None) -> list[str]:
     """The command that starts the server at `port`."""
-    command = [str(launch.interpreter.python), str(INSIDE / "vllm_server.py")]
+    command = [str(launch.interpreter.python), str(SCRIPT), "vllm.entrypoints.openai.api_server"]
     own: dict[str, Any] = {
         "host": LOOPBACK,
         "port": port,

@@ -30,7 +30,8 @@ def test_command_line(launch: Launch, known: KnownAnswer) -> None:
         return {word: words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("--")}
 
     words = argv(launch, 1234, known.drafter_dir, TREE)
-    assert words[1:7] == ["-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", "1234"]
+    assert words[1].endswith("engine_server.py")
+    assert words[2:7] == ["sglang.launch_server", "--host", "127.0.0.1", "--port", "1234"]
     speculative = {name: value for name, value in given(words).items() if name.startswith("--speculative")}
     assert speculative == {
         "--speculative-algorithm": "EAGLE3", "--speculative-draft-model-path": str(known.drafter_dir),

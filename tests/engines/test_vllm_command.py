@@ -43,7 +43,7 @@ def test_an_engine_killed_at_work_is_named_leaves_nothing_and_the_next_run_resum
 
     job = workplace.start(*VLLM)
     acceptance = workplace.partial("benchmark", "acceptance.jsonl")
-    below = kill_engine(job, "vllm_server.py", acceptance)
+    below = kill_engine(job, "vllm.entrypoints.openai.api_server", acceptance)
     said = finish(job, 1)
     assert "vllm-serve-drafter.log" in said
     nothing_left(below)

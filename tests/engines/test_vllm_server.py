@@ -261,8 +261,8 @@ def test_a_server_that_cannot_start(launch: Launch, tmp_path: Path) -> None:
 
 def test_command_line(launch: Launch, known: KnownAnswer) -> None:
     words = argv(launch, 1234, known.drafter_dir, SPECULATION)
-    assert words[1].endswith("vllm_server.py")
-    assert words[2:6] == ["--host", "127.0.0.1", "--port", "1234"]
+    assert words[1].endswith("engine_server.py")
+    assert words[2:7] == ["vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", "1234"]
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config == {"method": "eagle3", "model": str(known.drafter_dir), "num_speculative_tokens": K}
     older = replace(launch, interpreter=replace(launch.interpreter, version="0.26.0"))

@@ -12,11 +12,14 @@ each followed by {"done": true}, or {"error": ...} instead.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
+
+gc.set_threshold(50_000)  # as in `engine_server.py`
 
 
 class Offline(Protocol):
