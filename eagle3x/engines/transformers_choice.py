@@ -25,19 +25,28 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B:
     probs_BV = (logits_BV.float() / temperature_B[:, None].float()).softmax(dim=-1)
     width = min(HEAD, probs_BV.shape[1])
     head_BW, ids_BW = probs_BV.topk(width, dim=-1)
-    chosen_B = ids_BW.gather(1, _invert(head_BW, top_p_B, uniform_B))
-    wide = (head_BW.sum(dim=-1) < top_p_B) if width < probs_BV.shape[1] else torch.zeros_like(top_p_B, dtype=torch.bool)
-    if wide.any():
-        sorted_RV, ids_RV = probs_BV[wide].sort(dim=-1, descending=True)
-        chosen_B[wide] = ids_RV.gather(1, _invert(sorted_RV, top_p_B[wide], uniform_B[wide]))
+    all_B = probs_BV.sum(dim=-1, dtype=torch.float64)
+    chosen_B = ids_BW.gather(1, _invert(head_BW, top_p_B, uniform_B, all_B))
+    if width < probs_BV.shape[1]:
+        reach_B = head_BW.sum(dim=-1, dtype=torch.float64)
+        # The mass of all tokens is known before they are sorted, so only draws from behind the head need that.
+        wide_B = torch.where(top_p_B < 1, reach_B < top_p_B, uniform_B.double() * all_B >= reach_B)
+        if wide_B.any():
+            sorted_RV, ids_RV = probs_BV[wide_B].sort(dim=-1, descending=True)
+            rank_R1 = _invert(sorted_RV, top_p_B[wide_B], uniform_B[wide_B], all_B[wide_B])
+            chosen_B[wide_B] = ids_RV.gather(1, rank_R1)
     return chosen_B[:, 0]
 
 
-def _invert(sorted_BW: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:
-    """Rank [B, 1] of the token in which the cumulative mass passes uniform x (mass of the nucleus)."""
+def _invert(sorted_BW: Tensor, top_p_B: Tensor, uniform_B: Tensor, all_B: Tensor) -> Tensor:
+    """Rank [B, 1] of the token in which the cumulative mass passes uniform x (mass of the nucleus).
+
+    all_B: mass of all tokens, which is the nucleus at a top_p of 1.
+    """
     after_BW = sorted_BW.double().cumsum(dim=-1)
     inside_BW = (after_BW - sorted_BW) < top_p_B[:, None]
     mass_BW = (sorted_BW * inside_BW).double().cumsum(dim=-1)
-    wanted_B1 = uniform_B[:, None].double() * mass_BW[:, -1:]
+    nucleus_B = torch.where(top_p_B < 1, mass_BW[:, -1], all_B)
+    wanted_B1 = (uniform_B.double() * nucleus_B)[:, None]
     last_B1 = inside_BW.sum(dim=-1, keepdim=True) - 1
     return torch.searchsorted(mass_BW, wanted_B1, right=True).minimum(last_B1)

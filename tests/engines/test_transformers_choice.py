@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 
 import pytest
 import torch
@@ -65,3 +67,20 @@ def test_frequencies(top_p: float) -> None:
     for share, p in zip(counts.tolist(), kept, strict=True):
         expected = p / sum(kept)
         assert abs(share - expected) <= 4.5 * math.sqrt(expected * (1 - expected) / 40000)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("sharpness", [0.5, 3.0])
+def test_the_head_of_the_vocabulary_gives_what_sorting_all_of_it_gives(top_p: float, sharpness: float) -> None:
+    """2,000 tokens, of which the head is an eighth: draws from both sides of its border."""
+    torch.manual_seed(0)
+    logits = torch.randn(300, 2000) * sharpness
+    uniforms = torch.rand(300, dtype=torch.float64)
+    expected = []
+    for row, uniform in zip(logits.softmax(dim=-1).tolist(), uniforms.tolist(), strict=True):
+        ranked = sorted(range(2000), key=row.__getitem__, reverse=True)
+        mass = list(accumulate(row[i] for i in ranked))
+        size = min(2000, bisect_left(mass, top_p) + 1)
+        expected.append(ranked[bisect_right(mass[:size], uniform * mass[size - 1])])
+    chosen = sample(logits, torch.ones(300), torch.full((300,), top_p), uniforms).tolist()
+    assert chosen == expected
